@@ -1,0 +1,41 @@
+# make help lists the targets. Each does its own set-up and does not repeat it.
+SHELL := /bin/bash
+PYTHON ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast check format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install everything into it
+
+$(READY): pyproject.toml .ci/constraints.txt
+	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && echo "using $$python" && \
+	  { [ -x $(BIN)/python ] || "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,dev]'
+	@touch $@
+
+demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten minutes): runs/demo/
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart_cpu.sh
+
+test: $(READY) ## Run the whole test suite
+	$(BIN)/python -m pytest
+
+test-fast: $(READY) ## Run the tests that need neither several processes nor half a minute
+	$(BIN)/python -m pytest -m "not dist and not slow"
+
+check: $(READY) ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY) ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove what runs and builds left behind (keeps .venv)
+	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache

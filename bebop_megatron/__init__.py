@@ -1,0 +1,1 @@
+"""Multi-token-prediction heads for speculative decoding, trained inside Megatron."""

@@ -1,0 +1,188 @@
+"""Writes `.bin/.idx` files for Megatron, the loss mask beside them, a holdout and a description.
+
+    PREFIX.bin, PREFIX.idx              token ids, one sequence per document
+    PREFIX_mask.bin, PREFIX_mask.idx    uint8, the same documents; only if some token is not a target
+    PREFIX.json                         what is inside
+    PREFIX-holdout.*                    the same for held-out documents, whose texts are in .jsonl
+
+All of it is written in a temporary folder and moved when it is complete, `PREFIX.idx` last: what an
+interrupted build leaves behind does not load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bebop_megatron.data.documents import Document
+from bebop_megatron.data.encode import Encoded, encode
+from bebop_megatron.data.tokenizer import tokenizer_hash
+
+MASK_SUFFIX = "_mask"
+HOLDOUT_SUFFIX = "-holdout"
+
+# in the order in which they are moved: nothing loads before the last
+_SUFFIXES = (".jsonl", ".json", "_mask.bin", "_mask.idx", ".bin", ".idx")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a prefix holds; written to PREFIX.json."""
+
+    documents: int
+    tokens: int
+    target_tokens: int
+    vocab_size: int
+    tokenizer: str
+    tokenizer_hash: str
+    format: str
+    has_mask: bool
+
+
+class _Split:
+    """Files of one prefix while they are written, in `folder`."""
+
+    def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+        self.path = folder / name
+        self.tokens = IndexedDatasetBuilder(f"{self.path}.bin", dtype=DType.optimal_dtype(vocab_size))
+        self.mask = IndexedDatasetBuilder(f"{self.path}{MASK_SUFFIX}.bin", dtype=np.uint8)
+        self.num_documents = self.num_tokens = self.num_targets = 0
+
+    def add(self, encoded: Encoded) -> None:
+        self.tokens.add_document(encoded.tokens, [encoded.tokens.size])  # pyright: ignore[reportArgumentType]
+        self.mask.add_document(encoded.mask, [encoded.mask.size])  # pyright: ignore[reportArgumentType]
+        self.num_documents += 1
+        self.num_tokens += encoded.tokens.size
+        self.num_targets += int(encoded.mask.sum())
+
+    def finish(self, tokenizer: Any, format: str) -> Summary:
+        has_mask = self.num_targets < self.num_tokens
+        self.tokens.finalize(f"{self.path}.idx")
+        self.mask.finalize(f"{self.path}{MASK_SUFFIX}.idx")
+        if not has_mask:
+            # all ones: the same as no mask
+            for suffix in (".bin", ".idx"):
+                Path(f"{self.path}{MASK_SUFFIX}{suffix}").unlink()
+        summary = Summary(
+            documents=self.num_documents,
+            tokens=self.num_tokens,
+            target_tokens=self.num_targets,
+            vocab_size=len(tokenizer),
+            tokenizer=tokenizer.name_or_path,
+            tokenizer_hash=tokenizer_hash(tokenizer),
+            format=format,
+            has_mask=has_mask,
+        )
+        Path(f"{self.path}.json").write_text(json.dumps(vars(summary), indent=2) + "\n", encoding="utf-8")
+        return summary
+
+
+def output_files(prefix: str) -> list[Path]:
+    """Every file that a build with this prefix can write, in the order in which they are moved into place."""
+    return [Path(f"{prefix}{split}{suffix}") for split in (HOLDOUT_SUFFIX, "") for suffix in _SUFFIXES]
+
+
+def check_output(prefix: str, *, overwrite: bool) -> None:
+    """Raises ValueError if the prefix is taken."""
+    existing = [file for file in output_files(prefix) if file.exists()]
+    if existing and not overwrite:
+        raise ValueError(
+            f"--output {prefix}: {', '.join(map(str, existing))} already there; "
+            "choose another prefix, or pass --overwrite to replace all of it"
+        )
+
+
+def build(
+    documents: Iterable[Document],
+    tokenizer: Any,
+    prefix: str,
+    *,
+    format: str = "auto",
+    holdout: float = 0.0,
+    overwrite: bool = False,
+) -> dict[str, Summary]:
+    """Tokenise the documents and write them; returns a summary for every prefix written.
+
+    About the share `holdout` of the documents, chosen by a hash of their `identity`, goes to PREFIX-holdout
+    instead: a document keeps its side when others are added, and no prompt is on both sides.
+
+    Raises:
+        ValueError: a bad document, no documents, an empty holdout, files that are already there.
+    """
+    if not 0 <= holdout < 1:
+        raise ValueError(f"--holdout must be at least 0 and less than 1, got {holdout}")
+    check_output(prefix, overwrite=overwrite)
+    target = Path(prefix)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as name:
+        folder = Path(name)
+        summaries = _write(documents, tokenizer, folder, target.name, format, holdout)
+        _publish(folder, prefix)
+    return {str(target.parent / name): summary for name, summary in summaries.items()}
+
+
+def _write(
+    documents: Iterable[Document], tokenizer: Any, folder: Path, name: str, format: str, holdout: float
+) -> dict[str, Summary]:
+    train = _Split(folder, name, len(tokenizer))
+    held = _Split(folder, name + HOLDOUT_SUFFIX, len(tokenizer)) if holdout else None
+    with open(folder / f"{name}{HOLDOUT_SUFFIX}.jsonl", "w", encoding="utf-8") as texts:
+        for encoded in encode(documents, tokenizer):
+            if held and _is_held_out(encoded, holdout):
+                held.add(encoded)
+                texts.write(json.dumps(_record(encoded)) + "\n")
+            else:
+                train.add(encoded)
+    _check_sizes(train, held, holdout)
+    summaries = {name: train.finish(tokenizer, format)}
+    if held:
+        summaries[name + HOLDOUT_SUFFIX] = held.finish(tokenizer, format)
+    else:
+        (folder / f"{name}{HOLDOUT_SUFFIX}.jsonl").unlink()
+    return summaries
+
+
+def _check_sizes(train: _Split, held: _Split | None, holdout: float) -> None:
+    total = train.num_documents + (held.num_documents if held else 0)
+    if not total:
+        raise ValueError("--input holds no documents: nothing to write")
+    if held and not (held.num_documents and train.num_documents):
+        side = "training" if held.num_documents else "the holdout"
+        raise ValueError(
+            f"--holdout {holdout:g} of {total:,} documents leaves none for {side}; "
+            "change the share, or leave it out"
+        )
+
+
+def _is_held_out(encoded: Encoded, share: float) -> bool:
+    digest = hashlib.sha256(encoded.document.identity().encode()).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
+
+
+def _record(encoded: Encoded) -> dict[str, str]:
+    """Text to evaluate with: where there is a prompt, everything before the last answer is the prompt."""
+    parts = encoded.segments
+    if all(part.is_target for part in parts):
+        return {"text": "".join(part.text for part in parts)}
+    last = max(number for number, part in enumerate(parts) if part.is_target)
+    return {"prompt": "".join(part.text for part in parts[:last]), "completion": parts[last].text}
+
+
+def _publish(folder: Path, prefix: str) -> None:
+    files = output_files(prefix)
+    # indices first: a file of the old build beside one of the new must not load
+    for file in reversed(files):
+        file.unlink(missing_ok=True)
+    for file in files:
+        written = folder / file.name
+        if written.exists():
+            written.replace(file)

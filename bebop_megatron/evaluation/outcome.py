@@ -1,0 +1,155 @@
+"""What a generation produced; acceptance as sums and counts, so that results add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# last dimension of `GenerationResult.counts`
+REACHED, ACCEPTED, ACCEPT_PROB, ALPHA = range(4)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One generated continuation.
+
+    `log_probs` are those of the distribution that was sampled from (temperature and filters applied),
+    `raw_log_probs` those of the model at temperature 1, where they were asked for. `finish` is "stop" or
+    "length".
+    """
+
+    prompt: int
+    tokens: list[int]
+    log_probs: list[float]
+    raw_log_probs: list[float] | None
+    finish: str
+
+
+@dataclass(frozen=True)
+class DraftRecords:
+    """Every draft step that a verification reached, in the order of decoding.
+
+    Shape: all [n]; sequence (index into `sequences`), anchor (position t in prompt + continuation), step
+    (from 1), token (the draft) int64; accepted bool; accept_prob and alpha float32.
+    """
+
+    sequence: Tensor
+    anchor: Tensor
+    step: Tensor
+    token: Tensor
+    accepted: Tensor
+    accept_prob: Tensor
+    alpha: Tensor
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Continuations, acceptance and time.
+
+    Acceptance counts every draft of every verification, as engines do, also drafts behind a stop token or the
+    length limit. `counts` [sequences, gamma, 4] float64 holds sums over the verifications of a sequence: how
+    often step i was reached (steps before it accepted), how often accepted, and there the sum of acceptance
+    probabilities of the drafts and of alpha, the expectation of the former over drafts.
+    """
+
+    sequences: list[Continuation]
+    counts: Tensor
+    seconds: float
+    prefill_seconds: float
+    records: DraftRecords | None = None
+
+    @property
+    def gamma(self) -> int:
+        """Drafts per verification."""
+        return self.counts.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all continuations."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens kept, by wall time, prefill included."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else float("nan")
+
+    @property
+    def num_verifications(self) -> int:
+        """Verifications of gamma drafts each."""
+        return int(self.counts[:, :1, REACHED].sum())
+
+    @property
+    def accepted_per_step(self) -> Tensor:
+        """How many verifications accepted at least i drafts: [gamma] float64."""
+        return self.counts[:, :, ACCEPTED].sum(0)
+
+    @property
+    def rate_per_step(self) -> Tensor:
+        """Share of the verifications that accepted step i and every step before it: [gamma] float64."""
+        return self.accepted_per_step / max(1, self.num_verifications)
+
+    @property
+    def conditional_rate_per_step(self) -> Tensor:
+        """Share of the verifications reaching step i that accepted it: [gamma] float64."""
+        return self.accepted_per_step / self.counts[:, :, REACHED].sum(0).clamp(min=1)
+
+    @property
+    def alpha_per_step(self) -> Tensor:
+        """Mean alpha of step i where it was reached: [gamma] float64."""
+        total = self.counts.sum(0)
+        return total[:, ALPHA] / total[:, REACHED].clamp(min=1)
+
+    @property
+    def accept_length(self) -> float:
+        """1 + E[L]: tokens per verification."""
+        return 1 + float(self.rate_per_step.sum())
+
+    @property
+    def accept_rate(self) -> float:
+        """E[L] / gamma."""
+        return (self.accept_length - 1) / self.gamma if self.gamma else float("nan")
+
+    @property
+    def accept_length_error(self) -> float:
+        """Standard error of `accept_length`; sequences are the independent units, not verifications."""
+        accepted, verifications = self.counts[:, :, ACCEPTED].sum(1), self.counts[:, 0, REACHED]
+        clusters, total = int((verifications > 0).sum()), float(verifications.sum())
+        if clusters < 2:
+            return float("nan")
+        residual = accepted - (self.accept_length - 1) * verifications
+        return float((clusters / (clusters - 1) * residual.square().sum()).sqrt()) / total
+
+
+def merged(results: list[GenerationResult]) -> GenerationResult:
+    """Several generations with equal settings as one; records are left out."""
+    return GenerationResult(
+        sequences=[sequence for result in results for sequence in result.sequences],
+        counts=torch.cat([result.counts for result in results]),
+        seconds=sum(result.seconds for result in results),
+        prefill_seconds=sum(result.prefill_seconds for result in results),
+    )
+
+
+def collect_records(parts: list[dict[str, Tensor]]) -> DraftRecords | None:
+    """Flatten per-iteration records to the steps that were reached.
+
+    Shape: each part: sequence, anchor, num_accepted [b] int64; tokens, accept_prob, alpha [b, gamma].
+    """
+    if not parts:
+        return None
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    gamma = joined["tokens"].shape[1]
+    step = torch.arange(gamma, device=joined["tokens"].device)
+    reached = joined["num_accepted"][:, None] >= step
+    spread = {name: joined[name][:, None].expand(-1, gamma)[reached] for name in ("sequence", "anchor")}
+    return DraftRecords(
+        sequence=spread["sequence"].cpu(),
+        anchor=spread["anchor"].cpu(),
+        step=(step + 1).expand_as(reached)[reached].cpu(),
+        token=joined["tokens"][reached].cpu(),
+        accepted=(joined["num_accepted"][:, None] > step)[reached].cpu(),
+        accept_prob=joined["accept_prob"][reached].cpu(),
+        alpha=joined["alpha"][reached].cpu(),
+    )

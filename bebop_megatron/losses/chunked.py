@@ -1,0 +1,229 @@
+"""LM head and objective in one pass over token chunks: no tensor of size k x n x v ever exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bebop_megatron.losses.objectives import (
+    ObjectiveOutput,
+    only_valid,
+    target_logits_to_rows,
+    working_logits,
+)
+from bebop_megatron.losses.options import Options, check_labels, check_valid, depth_scale
+from bebop_megatron.losses.prefix import anchors, counted
+from bebop_megatron.losses.registry import combined_terms
+from bebop_megatron.losses.rows import RowStats, gradient_direction, row_stats, softmaxes
+from bebop_megatron.losses.shard import VocabShard
+
+# working memory of one chunk: about six fp32 blocks of logits, for the drafts of all depths and their targets
+_CHUNK_BYTES = 192 * 2**20
+_BLOCKS = 4
+_MIN_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    draft_hidden: Tensor
+    target_hidden: Tensor | None
+    weight: Tensor
+    target_rows: Tensor
+    labels: Tensor | None
+    valid: Tensor
+
+
+def _chunk_tokens(k: int, columns: int) -> int:
+    return max(_MIN_CHUNK, _CHUNK_BYTES // (4 * _BLOCKS * (k + 1) * max(columns, 1)))
+
+
+def _needed_rows(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Target rows that one chunk needs, each once, and every entry's place among them (0 where not valid)."""
+    # an entry that does not count borrows a row that is needed anyway
+    some = torch.where(valid, rows, rows.new_tensor(torch.iinfo(rows.dtype).max)).min()
+    some = torch.where(valid.any(), some, 0)
+    return torch.unique(torch.where(valid, rows, some), return_inverse=True)
+
+
+def _project(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden.to(weight.dtype) @ weight.t()
+
+
+@torch.no_grad()
+def _run(
+    inputs: _Inputs, scale: Tensor, options: Options, shard: VocabShard, chunk: int, want: tuple[bool, bool]
+) -> tuple[Tensor, RowStats, Tensor | None, Tensor | None]:
+    """Loss, statistics, and the gradients of hidden states and weight that `want` asks for, scaled by `scale`."""
+    k, n, h = inputs.draft_hidden.shape
+    weight = inputs.weight
+    # an fp16 gradient of a mean over many rows would underflow before the loss scale reaches it
+    keep = torch.float32 if inputs.draft_hidden.dtype == torch.float16 else inputs.draft_hidden.dtype
+    grad_hidden = torch.empty(k, n, h, dtype=keep, device=weight.device) if want[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if want[1] else None
+    entries = counted(inputs.valid, options.horizon)
+    head = weight[: shard.columns]
+    total, collected = None, []
+    for begin in range(0, n, chunk):
+        part = slice(begin, min(begin + chunk, n))
+        valid = inputs.valid[:, part]
+        size = valid.shape[1]
+        hidden = inputs.draft_hidden[:, part].reshape(k * size, h).masked_fill(~valid.reshape(-1, 1), 0)
+        blocks = [working_logits(_project(hidden, head), options.draft_temperature, options.logit_scale, shard)]
+        rows = torch.zeros(k * size, dtype=torch.int64, device=weight.device)
+        if inputs.target_hidden is not None:
+            needed, place = _needed_rows(inputs.target_rows[:, part], valid)
+            logits = _project(inputs.target_hidden[needed], head)
+            blocks.append(target_logits_to_rows(logits, options, shard))
+            rows = place.reshape(-1)
+        draft, *rest = softmaxes(blocks, shard)
+        target = rest[0] if rest else None
+        labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
+        stats = row_stats(draft, target, rows, labels, shard, full=options.needs_reverse_kl)
+        square = only_valid(stats.view(k, size), valid)
+        value, coefficients = combined_terms(options.kind, options.mix, square, entries[:, part])
+        loss = (value * scale[:, None].to(value.dtype)).sum()
+        total = loss if total is None else total + loss
+        collected.append(square)
+        if not (want[0] or want[1]):
+            continue
+        # the direction stays of order 1 while it is projected; the row's own factor comes after
+        size_of = torch.stack(list(coefficients.values())).sum(0).reshape(-1)
+        unit = {name: w.reshape(-1) / size_of.clamp(min=1e-30) for name, w in coefficients.items()}
+        direction = gradient_direction(draft, target, rows, labels, stats, unit, shard)
+        per_row = (size_of.view(k, size) * scale[:, None].to(size_of.dtype)).reshape(-1, 1)
+        per_row = per_row * (options.logit_scale / options.draft_temperature)
+        if grad_hidden is not None:
+            projected = direction.to(head.dtype) @ head
+            grad_hidden[:, part] = (projected.to(per_row.dtype) * per_row).view(k, size, h).to(keep)
+        if grad_weight is not None:
+            scaled = direction.mul_(per_row.to(direction.dtype))
+            grad_weight[: shard.columns] += scaled.t() @ hidden.to(scaled.dtype)
+    if total is None:
+        total = torch.zeros((), device=weight.device)
+        collected = [_no_stats(k, weight.device)]
+    stats = RowStats(*(torch.cat(parts, 1) for parts in zip(*(vars(s).values() for s in collected), strict=True)))
+    if grad_hidden is not None:
+        shard.sum(grad_hidden)
+    return total, stats, grad_hidden, grad_weight
+
+
+def _no_stats(k: int, device: torch.device) -> RowStats:
+    values = {name: torch.zeros(k, 0, device=device) for name in RowStats.__dataclass_fields__}
+    return RowStats(**values)
+
+
+class _FusedObjective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        draft_hidden: Tensor,
+        weight: Tensor,
+        target_hidden: Tensor | None,
+        target_rows: Tensor,
+        labels: Tensor | None,
+        valid: Tensor,
+        scale: Tensor,
+        options: Options,
+        shard: VocabShard,
+        chunk: int,
+    ) -> tuple[Tensor, ...]:
+        inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid)
+        want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, chunk, want)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtypes = draft_hidden.dtype, weight.dtype
+        fields = tuple(vars(stats).values())
+        ctx.mark_non_differentiable(*fields)
+        return loss, *fields
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        to_hidden = None if grad_hidden is None else (grad_hidden * grads[0].to(grad_hidden.dtype)).to(hidden_dtype)
+        to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
+        return to_hidden, to_weight, None, None, None, None, None, None, None, None
+
+
+def fused_linear_objective(
+    draft_hidden: Tensor,
+    target_hidden: Tensor | None,
+    weight: Tensor,
+    *,
+    target_rows: Tensor,
+    kind: str = "tv",
+    chunk_tokens: int | None = None,
+    weight_requires_grad: bool = False,
+    valid: Tensor | None = None,
+    labels: Tensor | None = None,
+    group: Any = None,
+    vocab_size: int | None = None,
+    draft_temperature: float = 1.0,
+    target_temperature: float = 1.0,
+    target_top_p: float = 1.0,
+    target_top_k: int = 0,
+    logit_scale: float = 1.0,
+    horizon: str = "full",
+    reduction: str = "mean",
+    mix: tuple[str, float] | None = None,
+    row_scale: Tensor | None = None,
+    backend: str = "auto",
+) -> ObjectiveOutput:
+    """Project to the vocabulary and apply `vocab_parallel_objective`, chunk by chunk, gradient included.
+
+    Shape: draft_hidden [k, n, h], target_hidden [m, h] (None is allowed for `ce`, which then has no acceptance
+    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden; the rest as in `vocab_parallel_objective`.
+    Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every rank of
+    `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
+    Collectives: over `group`, for each chunk three all-reduces of statistics; once, one of the hidden gradient.
+    Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
+    depends neither on k nor on n; `chunk_tokens` overrides it.
+    Raises:
+        ValueError: as `vocab_parallel_objective`, and target_rows that do not fit.
+    """
+    options = Options(
+        kind,
+        horizon=horizon,
+        reduction=reduction,
+        mix=mix,
+        draft_temperature=draft_temperature,
+        target_temperature=target_temperature,
+        target_top_p=target_top_p,
+        target_top_k=target_top_k,
+        logit_scale=logit_scale,
+        backend=backend,
+    )
+    if draft_hidden.dim() != 3 or draft_hidden.shape[0] == 0:
+        raise ValueError(f"draft_hidden must be [k, n, h] with k at least 1, got {list(draft_hidden.shape)}")
+    k, n, h = draft_hidden.shape
+    if weight.dim() != 2 or weight.shape[1] != h:
+        raise ValueError(f"weight must be [v/tp, {h}] for draft_hidden {list(draft_hidden.shape)}, got {list(weight.shape)}")
+    if target_hidden is None and options.needs_target:
+        raise ValueError(f"objective {kind!r} compares with the target: target_hidden may be None only for 'ce'")
+    if target_hidden is not None and (target_hidden.dim() != 2 or target_hidden.shape[1] != h):
+        raise ValueError(f"target_hidden must be [m, {h}], got {list(target_hidden.shape)}")
+    if target_rows.shape != (k, n) or target_rows.dtype != torch.int64:
+        raise ValueError(f"target_rows must be int64 [{k}, {n}], got {target_rows.dtype} {list(target_rows.shape)}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}")
+    valid = check_valid(valid, k, n, draft_hidden.device)
+    labels = check_labels(labels, options, k, n)
+    shard = VocabShard.of_columns(weight.shape[0], vocab_size, group, "weight")
+    scale = depth_scale(row_scale, options, valid)
+    loss, *fields = _FusedObjective.apply(
+        draft_hidden,
+        weight if weight_requires_grad else weight.detach(),
+        None if target_hidden is None else target_hidden.detach(),
+        target_rows,
+        labels,
+        valid,
+        scale,
+        options,
+        shard,
+        chunk_tokens or _chunk_tokens(k, shard.columns),
+    )  # pyright: ignore[reportGeneralTypeIssues]
+    stats = RowStats(*fields)
+    return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats)

@@ -1,0 +1,50 @@
+"""Which depths of which anchors count, and the product over a chain of depths with its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HORIZONS = ("full", "partial", "per-depth")
+
+
+def counted(valid: Tensor, horizon: str) -> Tensor:
+    """Entries that have a term in the loss: valid [k, n] bool -> [k, n] bool.
+
+    `full`: all of a chain or nothing of it; `partial`: its valid prefix; `per-depth`: whatever is valid.
+    """
+    if horizon == "full":
+        return valid.all(0).expand_as(valid)
+    if horizon == "partial":
+        return valid.long().cumprod(0).bool()
+    return valid
+
+
+def anchors(valid: Tensor, horizon: str) -> Tensor:
+    """How many anchors each depth's average runs over: valid [k, n] bool -> [k] int64."""
+    if horizon == "per-depth":
+        return valid.sum(1)
+    return counted(valid, horizon)[0].sum().expand(valid.shape[0])
+
+
+def prefix_products(alpha: Tensor) -> Tensor:
+    """Probability that a chain survives up to each depth: alpha [k, n] -> [k, n]."""
+    return alpha.cumprod(0)
+
+
+def end_to_end_weights(alpha: Tensor) -> Tensor:
+    """w_i = (1/k) (prod_{l<i} alpha_l) (1 + sum_{m>i} prod_{i<l<=m} alpha_l): alpha [k, n] -> [k, n].
+
+    Depths before and after i are multiplied up separately, because the product over alpha_i is 0/0 for a dead chain.
+    """
+    k = alpha.shape[0]
+    weights = torch.empty_like(alpha)
+    after = torch.ones_like(alpha[0])
+    for i in reversed(range(k)):
+        weights[i] = after / k
+        after = 1 + alpha[i] * after
+    before = torch.ones_like(alpha[0])
+    for i in range(k):
+        weights[i] *= before
+        before = before * alpha[i]
+    return weights

@@ -1,0 +1,85 @@
+"""Which columns of the vocabulary a rank holds, and the collectives over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """True columns [start, stop) of a vocabulary of `vocab_size`; start == stop on a rank that holds padding only."""
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: Any = None
+
+    @classmethod
+    def of_columns(cls, columns: int, vocab_size: int | None, group: Any, name: str) -> VocabShard:
+        """Rank r owns [r * columns, (r + 1) * columns) of the padded vocabulary.
+
+        Raises:
+            ValueError: the columns of all ranks do not reach `vocab_size`.
+        """
+        world = 1 if group is None else dist.get_world_size(group)
+        rank = 0 if group is None else dist.get_rank(group)
+        vocab_size = columns * world if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= columns * world:
+            raise ValueError(
+                f"{name} has {columns:,} columns on rank {rank} of {world}, {columns * world:,} in all, but vocab_size is "
+                f"{vocab_size:,}. If the LM head is sharded, pass group; if it is padded, vocab_size is the true size"
+            )
+        start = min(rank * columns, vocab_size)
+        return cls(start, min(start + columns, vocab_size), vocab_size, group if world > 1 else None)
+
+    @property
+    def columns(self) -> int:
+        """True columns on this rank."""
+        return self.stop - self.start
+
+    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Local column of global ids and whether this rank holds it; 0 where not."""
+        held = (labels >= self.start) & (labels < self.stop)
+        return torch.where(held, labels - self.start, 0), held
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place. Collectives: one all-reduce over `group`."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Maximum over the ranks, in place. Collectives: one all-reduce over `group`."""
+        if self.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def max_and_argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Maximum over the vocabulary [n] and its first local column [n], -1 where another rank's is larger.
+
+        Collectives: one all-reduce over `group`.
+        """
+        if self.columns:
+            own, column = logits.max(-1)
+        else:
+            own = logits.new_full(logits.shape[:-1], -torch.inf)
+            column = torch.zeros_like(own, dtype=torch.int64)
+        top = self.maximum(own.clone())
+        return top, torch.where(own == top, column, -1)
+
+    def bit(self, holds: Tensor) -> Tensor:
+        """Mark [n] whose sum over ranks tells a holder whether it is the first: rank r adds 4^-r."""
+        return holds * 4.0**-self._rank
+
+    def first(self, holds: Tensor, total: Tensor) -> Tensor:
+        """Whether this rank holds and no lower one does: what later ranks add stays below a lower rank's mark."""
+        return holds & (total < 2 * 4.0**-self._rank)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)

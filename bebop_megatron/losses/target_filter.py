@@ -1,0 +1,55 @@
+"""Train for the distribution that is served: top-k and top-p of the target over a sharded vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bebop_megatron.losses.shard import VocabShard
+
+# halvings of the interval that holds the threshold: below fp32's resolution of a log-probability
+_HALVINGS = 40
+
+
+def _kth_largest(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
+    local = logits.new_full((logits.shape[0], k), -torch.inf)
+    here = min(k, shard.columns)
+    if here:
+        local[:, :here] = logits.topk(here, dim=-1).values
+    if shard.group is not None and shard.group.size() > 1:
+        parts = [torch.empty_like(local) for _ in range(shard.group.size())]
+        dist.all_gather(parts, local, group=shard.group)
+        local = torch.cat(parts, dim=1)
+    return local.topk(k, dim=-1).values[:, -1]
+
+
+def _nucleus_threshold(logits: Tensor, top_p: float, shard: VocabShard) -> Tensor:
+    maximum, _ = shard.max_and_argmax(logits)
+    shifted = logits - maximum[:, None].to(logits.dtype)
+    weights = shifted.exp()
+    total = shard.sum(weights.sum(-1))
+    low = torch.full_like(total, -100.0)
+    high = torch.zeros_like(total)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        mass = shard.sum(torch.where(shifted >= middle[:, None], weights, 0).sum(-1))
+        enough = mass >= top_p * total
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low + maximum.to(logits.dtype)
+
+
+def filter_logits(logits: Tensor, top_k: int, top_p: float, shard: VocabShard) -> Tensor:
+    """Send logits outside the k largest, then outside the smallest set of mass `top_p`, to -inf.
+
+    Equal logits at the edge are kept together.
+
+    Shape: logits [n, columns] fp32 or fp64, already divided by the temperature -> the same.
+    Collectives: top-k one all-gather of [n, k]; top-p forty all-reduces of [n]: an option for training runs that are
+    served with filters, not a default.
+    """
+    if top_k and top_k < shard.vocab_size:
+        logits = logits.masked_fill(logits < _kth_largest(logits, top_k, shard)[:, None], -torch.inf)
+    if top_p < 1:
+        logits = logits.masked_fill(logits < _nucleus_threshold(logits, top_p, shard)[:, None], -torch.inf)
+    return logits

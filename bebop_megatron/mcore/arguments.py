@@ -1,0 +1,42 @@
+"""Command-line flags, generated from the fields of the config dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from bebop_megatron.config import FreezeConfig, ObjectiveConfig
+from bebop_megatron.losses import OBJECTIVES
+
+_CONFIGS = (ObjectiveConfig, FreezeConfig)
+
+
+def _destination(config: type, field: dataclasses.Field[Any]) -> str:
+    return field.metadata["flag"].lstrip("-").replace("-", "_")
+
+
+def add_mtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to a Megatron parser: the `extra_args_provider` of `parse_and_validate_args`."""
+    group = parser.add_argument_group(title="bebop-megatron: multi-token prediction for speculative decoding")
+    for config in _CONFIGS:
+        for field in dataclasses.fields(config):
+            options = {k: v for k, v in field.metadata.items() if k not in ("flag", "help")}
+            text = field.metadata["help"].replace("{losses}", ", ".join(OBJECTIVES))
+            group.add_argument(
+                field.metadata["flag"],
+                default=field.default,
+                dest=_destination(config, field),
+                help=text.replace("%", "%%"),
+                **options,
+            )
+    return parser
+
+
+def config_from_args(config: type, args: argparse.Namespace) -> Any:
+    """Build one of our config dataclasses from parsed arguments.
+
+    Raises:
+        ValueError: whatever the dataclass refuses.
+    """
+    return config(**{f.name: getattr(args, _destination(config, f), f.default) for f in dataclasses.fields(config)})

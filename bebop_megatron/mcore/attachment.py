@@ -1,0 +1,70 @@
+"""Ties our objective to a Megatron config, the one object that every seam of the model can see."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.metrics import AcceptanceMeter
+from bebop_megatron.reduction import StepCounts
+
+_ATTRIBUTE = "bebop_objective"
+# Megatron's logging names neither model nor config, so those in use are remembered here
+_in_use: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
+class Attachment:
+    """An objective in use: its settings, the true vocabulary, the counts of the running step, its metrics.
+
+    `loss_sums` [2] float64: the objective summed over what has been seen since the last log, and the steps in it.
+    """
+
+    objective: ObjectiveConfig
+    vocab_size: int | None
+    meter: AcceptanceMeter
+    counts: StepCounts | None = None
+    loss_sums: Tensor | None = None
+
+    def add_loss(self, loss: Tensor, share: float) -> None:
+        """Add one micro-batch: its part of a step's mean loss, and the share of the step that it is."""
+        new = torch.stack([loss.detach().double(), torch.full_like(loss, share, dtype=torch.float64)])
+        self.loss_sums = new if self.loss_sums is None else self.loss_sums + new
+
+
+def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = None) -> None:
+    """Make `config`'s model train its MTP head on `objective` once `install()` has run.
+
+    `vocab_size` is the true size: columns of the LM head beyond it are padding. Heads are detached from the backbone
+    unless the objective is joint. An objective without a loss leaves Megatron's own.
+
+    Raises:
+        ValueError: the config has no MTP layers.
+    """
+    if objective.loss is None:
+        return
+    if not config.mtp_num_layers:
+        raise ValueError(
+            f"--mtp-loss {objective.loss} needs MTP layers, and the model has none: add --mtp-num-layers "
+            "(and --mtp-use-repeated-layer for one head applied at every depth)"
+        )
+    config.mtp_detach_heads = not objective.joint
+    meter = AcceptanceMeter(config.mtp_num_layers)
+    attachment = Attachment(objective, vocab_size, meter)
+    setattr(config, _ATTRIBUTE, attachment)
+    _in_use.add(attachment)
+
+
+def attached(config: Any) -> Attachment | None:
+    """What `attach` left on this config, if anything."""
+    return getattr(config, _ATTRIBUTE, None)
+
+
+def in_use() -> list[Attachment]:
+    """Every attachment whose config is alive."""
+    return list(_in_use)

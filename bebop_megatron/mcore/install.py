@@ -1,0 +1,37 @@
+"""Puts our code behind Megatron's own names, and takes it off again."""
+
+from __future__ import annotations
+
+from bebop_megatron.mcore import compat
+from bebop_megatron.mcore.logging import make_track_mtp_metrics
+from bebop_megatron.mcore.loss_hook import make_process_mtp_loss
+from bebop_megatron.mcore.step_counts import with_step_counts
+from bebop_megatron.patching import Patcher
+
+_patcher = Patcher()
+
+
+def install() -> None:
+    """Rebind Megatron's MTP loss, its schedules and its MTP logging. Calling it again does nothing.
+
+    Models whose config carries no objective of ours behave exactly as before; `__wrapped__` keeps each original.
+
+    Raises:
+        RuntimeError: this Megatron lacks a name that we rely on; nothing has been changed then.
+    """
+    if _patcher.active:
+        return
+    compat.check()
+    for seams, wrap in (
+        (compat.LOSS_SEAMS, make_process_mtp_loss),
+        (compat.SCHEDULE_SEAMS, with_step_counts),
+    ):
+        for seam in seams:
+            _patcher.set(seam.owner(), seam.name, wrap(getattr(seam.owner(), seam.name)))
+    owner, name = compat.LOGGING_SEAM.owner(), compat.LOGGING_SEAM.name
+    _patcher.set(owner, name, staticmethod(make_track_mtp_metrics(getattr(owner, name))))
+
+
+def uninstall() -> None:
+    """Give Megatron its own names back."""
+    _patcher.restore()

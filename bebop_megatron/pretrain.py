@@ -1,0 +1,120 @@
+"""`torchrun -m bebop_megatron.pretrain <any Megatron arguments> --mtp-loss tv ...`
+
+Megatron's own training loop, arguments, data, optimizer and checkpoints, with our objective behind its MTP loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from bebop_megatron.mcore.checkpoints import is_checkpoint, require_mtp_weights
+
+
+def _print_once(message: str) -> None:
+    from megatron.training import print_rank_0
+
+    print_rank_0(f"bebop_megatron: {message}")
+
+
+def _embedding_ranks(config: Any, pp_ranks: list[int]) -> list[int]:
+    """Pipeline ranks that hold a copy of the word embedding: the MTP stage is one of them, or its copy drifts."""
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+
+    ranks = {pp_ranks[0], pp_ranks[-1]}
+    if len(pp_ranks) > 1 and config.mtp_num_layers:
+        ranks |= set(get_mtp_ranks(pp_ranks, config))
+    return sorted(ranks)
+
+
+def _starting_checkpoint(args: Any) -> Path | None:
+    """The checkpoint Megatron will start from: --load if there is one yet, else --pretrained-checkpoint."""
+    for root in (args.load, args.pretrained_checkpoint):
+        if root is not None and is_checkpoint(root):
+            return Path(root)
+    return None
+
+
+def _model_config(args: Any) -> Any:
+    """Megatron's model config with our objective attached and our freeze queued.
+
+    Raises:
+        ValueError: flags that do not go together, a checkpoint without MTP weights.
+    """
+    from megatron.training import get_tokenizer
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    from bebop_megatron.config import FreezeConfig, ObjectiveConfig
+    from bebop_megatron.mcore import attach
+    from bebop_megatron.mcore.arguments import config_from_args
+    from bebop_megatron.schedule.freezing import freeze
+    from bebop_megatron.schedule.phases import FreezeSchedule
+
+    objective = config_from_args(ObjectiveConfig, args)
+    schedule = config_from_args(FreezeConfig, args).schedule
+    config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+    attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
+    if schedule is None:
+        return config
+
+    parsed = FreezeSchedule.parse(schedule)
+    phase = parsed.phase(0)
+    if not parsed.constant or phase.objective not in (None, objective.loss):
+        raise ValueError(
+            f"--mtp-freeze-schedule {schedule}: this version trains one phase for the whole run "
+            "(backbone, mtp or none); alternation between phases is not available yet"
+        )
+    if not config.transformer.mtp_num_layers and phase.frozen:
+        raise ValueError(f"--mtp-freeze-schedule {schedule} needs MTP layers: add --mtp-num-layers")
+    if "backbone" in phase.frozen and objective.joint:
+        raise ValueError("--mtp-joint trains the backbone, which --mtp-freeze-schedule backbone freezes: drop one")
+    start = _starting_checkpoint(args)
+    if "backbone" in phase.frozen and start is not None:
+        require_mtp_weights(start)
+
+    def freeze_parts(chunks: list[Any]) -> list[Any]:
+        for part in sorted(phase.frozen):
+            _print_once(f"{part} frozen: {freeze(chunks, part):,} parameters on this rank do not train")
+        return chunks
+
+    config.pre_wrap_hooks.append(freeze_parts)
+    return config
+
+
+def main() -> None:
+    """Run Megatron's training loop on the command line's arguments."""
+    from bebop_megatron.platform import maybe_enter_cpu
+
+    if not {"-h", "--help"} & set(sys.argv):
+        try:
+            maybe_enter_cpu(sys.argv[1:])
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
+    from bebop_megatron.mcore import install
+    from bebop_megatron.mcore.arguments import add_mtp_arguments
+
+    install()
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
+    from bebop_megatron.mcore.batches import forward_step, make_dataset_provider
+
+    try:
+        config = _model_config(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    pretrain(
+        pretrain_cfg_container_from_args(args, config),
+        make_dataset_provider(config.transformer),
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=lambda ranks: _embedding_ranks(config.transformer, ranks),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Freeze schedules: what is frozen at which iteration, and how it is frozen."""

@@ -1,0 +1,97 @@
+"""The freeze schedule as a pure function of the iteration.
+
+Grammar: entries `part:count` or `part:count@objective`, separated by commas, part one of `backbone`, `mtp`, `none`;
+the list repeats, unless its last entry has no count, which then lasts to the end of training.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+PARTS = ("backbone", "mtp", "none")
+_ENTRY = re.compile(r"(?P<part>[a-z-]+)(?::(?P<count>[^@]*))?(?:@(?P<objective>.*))?")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of training: iterations `start` <= completed < `end` (`end` None: to the end of training)."""
+
+    name: str
+    frozen: frozenset[str]
+    objective: str | None
+    start: int
+    end: int | None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    part: str
+    count: int | None
+    objective: str | None
+
+
+def _parse_entry(text: str, whole: str, last: bool) -> _Entry:
+    match = _ENTRY.fullmatch(text)
+    where = f"in freeze schedule {whole!r}, entry {text!r}"
+    if not text or match is None:
+        raise ValueError(f"{where}: expected part[:iterations][@objective], for example backbone:1000")
+    if match["part"] not in PARTS:
+        raise ValueError(f"{where}: unknown part {match['part']!r}, choose one of {', '.join(PARTS)}")
+    count: int | None = None
+    if match["count"] is not None:
+        if not match["count"].isdigit() or int(match["count"]) == 0:
+            raise ValueError(f"{where}: the number of iterations must be a positive whole number")
+        count = int(match["count"])
+    elif not last:
+        raise ValueError(f"{where}: only the last entry may leave out its number of iterations")
+    if match["objective"] is not None:
+        from bebop_megatron.losses import OBJECTIVES
+
+        if match["objective"] not in OBJECTIVES:
+            choices = ", ".join(sorted(OBJECTIVES))
+            raise ValueError(f"{where}: unknown objective {match['objective']!r}, choose one of {choices}")
+    return _Entry(match["part"], count, match["objective"])
+
+
+@dataclass(frozen=True)
+class FreezeSchedule:
+    """A parsed schedule; `phase(iteration)` gives what is frozen after `iteration` completed steps."""
+
+    entries: tuple[_Entry, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> FreezeSchedule:
+        """Read a schedule such as `backbone:1000,mtp:200,none:100`.
+
+        Raises:
+            ValueError: with the entry that is wrong and what was expected.
+        """
+        if not text.strip():
+            raise ValueError("the freeze schedule is empty: give at least one entry, for example backbone")
+        parts = [part.strip() for part in text.split(",")]
+        return cls(tuple(_parse_entry(part, text, i == len(parts) - 1) for i, part in enumerate(parts)))
+
+    @property
+    def constant(self) -> bool:
+        """Whether one phase lasts for the whole of training."""
+        return len({(e.part, e.objective) for e in self.entries}) == 1
+
+    def phase(self, iteration: int) -> Phase:
+        """The phase that governs the step after `iteration` completed steps; `phase(0)` governs the first.
+
+        Raises:
+            ValueError: a negative iteration.
+        """
+        if iteration < 0:
+            raise ValueError(f"the iteration counts completed steps and cannot be negative, got {iteration}")
+        counted = sum(entry.count or 0 for entry in self.entries)
+        endless = self.entries[-1].count is None
+        start = 0 if endless else iteration // counted * counted
+        for entry in self.entries:
+            end = None if entry.count is None else start + entry.count
+            if end is None or iteration < end:
+                frozen = frozenset() if entry.part == "none" else frozenset({entry.part})
+                return Phase(entry.part, frozen, entry.objective, start, end)
+            start = end
+        raise AssertionError("the entries cover every iteration")

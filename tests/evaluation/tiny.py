@@ -1,0 +1,201 @@
+"""Tiny Megatron models for decoding, and the slow way to compute what decoding computes: full forward passes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB, POSITIONS = 32, 96
+
+
+@contextmanager
+def megatron_world(rank: int = 0, world: int = 1, store: str | None = None) -> Iterator[None]:
+    """Megatron on the CPU with every rank in one tensor-parallel group, taken down again at the end."""
+    from bebop_megatron.platform import enter, leave
+
+    threads = torch.get_num_threads()
+    # these tensors are too small to share, and idle threads spin
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        enter()
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import (
+            initialize_rng_tracker,
+            model_parallel_cuda_manual_seed,
+        )
+
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store or folder}/store", rank=rank, world_size=world
+        )
+        parallel_state.initialize_model_parallel(world)
+        initialize_rng_tracker(force_reset=True)
+        model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                os.environ.pop(name)
+            leave()
+            torch.set_num_threads(threads)
+
+
+def _weights(model: torch.nn.Module, seed: int, sharpness: float) -> None:
+    """Full-size random weights, cut to this rank's share, so that every tensor-parallel size starts equal."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        sharded = getattr(parameter, "tensor_model_parallel", False) and world > 1
+        if sharded:
+            shape[parameter.partition_dim] *= world
+        value = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            value = 1 + 0.2 * value
+        else:
+            value = value * (sharpness if "output_layer" in name or "embedding" in name else 0.2)
+        if sharded:
+            halves = value.chunk(2, 0) if "linear_fc1" in name else [value]
+            value = torch.cat([half.chunk(world, parameter.partition_dim)[rank] for half in halves])
+        parameter.data.copy_(value)
+
+
+def build(
+    *,
+    vocab_size: int = VOCAB,
+    position: str = "rope",
+    tied: bool = False,
+    latent: bool = False,
+    fused_norms: bool = False,
+    sharpness: float = 0.4,
+    seed: int = 0,
+    **overrides: Any,
+) -> Any:
+    """A two-layer model with one MTP layer for three depths; random weights, peaked distributions."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": None if latent else 2,
+        "ffn_hidden_size": 48,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": torch.distributed.get_world_size(),
+        "mtp_num_layers": 3,
+        "mtp_use_repeated_layer": True,
+        "pipeline_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": not latent,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    config = (MLATransformerConfig if latent else TransformerConfig)(**(settings | overrides))
+    kinds = {
+        "num_experts": config.num_moe_experts,
+        "qk_layernorm": not latent,
+        "multi_latent_attention": latent,
+    }
+    if fused_norms:
+        spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused_norms) if config.mtp_num_layers else None
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=vocab_size,
+        max_sequence_length=POSITIONS,
+        position_embedding_type=position,
+        share_embeddings_and_output_weights=tied,
+        mtp_block_spec=mtp,
+    )
+    _weights(model, seed, sharpness)
+    return model
+
+
+def prompts(*lengths: int, vocab_size: int = VOCAB) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _causal(length: int) -> Tensor:
+    """Megatron's convention: True must not be seen."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+
+
+@torch.no_grad()
+def full_logits(model: Any, tokens: list[int]) -> Tensor:
+    """Logits [n, v] of Megatron's own forward pass, without caches."""
+    ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    if model.position_embedding_type == "mrope":
+        positions = positions.expand(3, 1, -1)
+    logits = model.eval()(ids, positions, _causal(len(tokens)), runtime_gather_output=True)
+    return logits[0].float()
+
+
+@torch.no_grad()
+def full_hidden(model: Any, tokens: list[int]) -> Tensor:
+    """Final-normed hidden states [n, 1, h] of the backbone, without caches."""
+    out: list[Tensor] = []
+    handle = model.decoder.register_forward_hook(lambda module, args, output: out.append(output))
+    full_logits(model, tokens)
+    handle.remove()
+    return out[0]
+
+
+@torch.no_grad()
+def draft_logits(model: Any, tokens: list[int], drafts: list[int], attention: str = "chain") -> Tensor:
+    """Logits [gamma, v] of every draft step at the last anchor, recomputed from nothing with explicit masks.
+
+    `tokens` are x_0 .. x_{t+1}; step i > 1 takes `drafts[i - 2]`. The dense sequence is anchors 0..t at depth
+    1, then the chain's steps 2, 3, ...
+    """
+    anchors = len(tokens) - 1
+    states = [full_hidden(model, tokens)[:anchors]]
+    layer, logits = model.mtp.layers[0], []
+    for step in range(1, len(drafts) + 1):
+        length = anchors + step - 1
+        mask = _causal(length)
+        if attention == "first-depth":
+            # no step may see a key of a deeper one, not even its own
+            mask[..., anchors:, anchors:] = True
+        inputs = torch.tensor([tokens[1:] + drafts[: step - 1]])
+        positions = torch.arange(length)[None]
+        rotary = model.rotary_pos_emb(length) if hasattr(model, "rotary_pos_emb") else None
+        output = layer.eval().forward_single_position(
+            hidden_states=torch.cat(states),
+            next_token_ids=inputs,
+            position_ids=positions + 1,
+            embedding=model.embedding,
+            attention_mask=mask,
+            rotary_pos_emb=rotary,
+        )
+        states.append(output[-1:])
+        weight = (
+            model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        )
+        logits.append(model.output_layer(output[-1:], weight=weight)[0][0, 0])
+    return torch.stack(logits).float()

@@ -1,0 +1,251 @@
+"""A tiny Megatron GPT with MTP, run under any layout on CPU processes; what each layout computed comes back as data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+VOCAB, LENGTH, DEPTHS = 96, 16, 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the same global batch of four sequences is cut up."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    micro_batch: int = 1
+    stages: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+def global_batch() -> dict[str, torch.Tensor]:
+    """Four sequences with no valid anchor, one, and many; labels outside the mask are -100."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=generator)
+    mask = torch.zeros(4, LENGTH)
+    mask[1, 5:8] = 1
+    mask[2] = 1
+    mask[3] = (torch.rand(LENGTH, generator=generator) < 0.7).float()
+    # the language-model loss must not see -100, so only labels that no depth may use get it
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH).expand(4, -1).contiguous(),
+    }
+
+
+def same_weights_everywhere(model: torch.nn.Module) -> None:
+    """Initialise by global parameter name and full shape, then cut, so that every layout starts equal."""
+    from megatron.core import parallel_state
+
+    tp, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if name.startswith("decoder.layers."):
+            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
+        sharded = getattr(parameter, "tensor_model_parallel", False) and tp > 1
+        shape = list(parameter.shape)
+        if sharded:
+            shape[parameter.partition_dim] *= tp
+        seed = int(hashlib.md5(".".join(parts).encode()).hexdigest()[:8], 16)
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        value = 1 + 0.1 * value if "norm" in name else 0.15 * value
+        if sharded:
+            # gated MLPs keep gate and up projection of one rank together
+            halves = value.chunk(2, 0) if "linear_fc1" in name else [value]
+            value = torch.cat([half.chunk(tp, parameter.partition_dim)[rank] for half in halves])
+        parameter.data.copy_(value)
+
+
+def build(layout: Layout) -> Any:
+    """One model chunk of this rank, with Transformer Engine's parameter names."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1)
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "pipeline_model_parallel_layout": layout.stages,
+        "pipeline_dtype": torch.float32,
+        "mtp_num_layers": DEPTHS,
+        "mtp_use_repeated_layer": True,
+        "mtp_loss_scaling_factor": 0.3,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    config = TransformerConfig(**(settings | layout.overrides))
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True),
+    )
+    same_weights_everywhere(model)
+    return model
+
+
+def _forward_step(data_iterator: Any, model: Any) -> Any:
+    batch = next(data_iterator)
+    output = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+    )
+
+    def loss(output: torch.Tensor) -> Any:
+        mask = batch["loss_mask"]
+        total, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
+        return total, tokens, {"lm": torch.stack([total.detach(), tokens.float()])}
+
+    return output, loss
+
+
+def step(layout: Layout, objective: Any) -> dict[str, Any]:
+    """One forward and backward pass over the global batch, gradients finalized as the optimizer would see them."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from bebop_megatron.mcore import attach, attached
+
+    model = build(layout)
+    config = model.config
+    if objective is None:
+        config.mtp_detach_heads = True
+        config.bebop_objective = None
+    else:
+        attach(config, objective)
+    config.finalize_model_grads_func = finalize_model_grads
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    wrapped.zero_grad_buffer()
+
+    rank, per_rank = parallel_state.get_data_parallel_rank(), 4 // layout.dp
+    mine = {k: v[rank * per_rank : (rank + 1) * per_rank] for k, v in global_batch().items()}
+    count = per_rank // layout.micro_batch
+    batches = [
+        {k: v[i * layout.micro_batch : (i + 1) * layout.micro_batch] for k, v in mine.items()} for i in range(count)
+    ]
+    get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches),
+        model=[wrapped],
+        num_microbatches=count,
+        seq_length=LENGTH,
+        micro_batch_size=layout.micro_batch,
+        forward_only=False,
+    )
+    grads, group = {}, parallel_state.get_tensor_model_parallel_group()
+    for name, parameter in model.named_parameters():
+        grad = parameter.main_grad.clone()
+        if getattr(parameter, "tensor_model_parallel", False) and layout.tp > 1:
+            shards = [torch.empty_like(grad) for _ in range(layout.tp)]
+            torch.distributed.all_gather(shards, grad, group=group)
+            if "linear_fc1" in name:
+                grad = torch.cat([torch.cat([s.chunk(2)[h] for s in shards]) for h in (0, 1)])
+            else:
+                grad = torch.cat(shards, parameter.partition_dim)
+        grads[name] = grad
+    sums = attached(config).loss_sums if objective is not None else None
+    if sums is not None:
+        sums = sums.clone()
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    return {"grads": grads, "loss": None if sums is None else float(sums[0] / sums[1]), "steps": sums}
+
+
+def _rank_main(rank: int, world: int, folder: str, cases: list[tuple[str, Layout, Any]]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from bebop_megatron.mcore import install
+    from bebop_megatron.platform import enter
+
+    enter()
+    install()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    out = {}
+    for name, layout, objective in cases:
+        try:
+            out[name] = step(layout, objective)
+        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
+            out[name] = {"error": traceback.format_exc()}
+            break
+    torch.save(out, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
+    """Run cases that need equally many processes in one world: name -> loss, and MTP gradients from the rank with MTP.
+
+    Raises:
+        AssertionError: with the traceback of every rank that failed.
+    """
+    (world,) = {layout.world for _, layout, _ in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (world, folder, cases), nprocs=world)
+        ranks = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=True) for r in range(world)]
+    results: dict[str, dict[str, Any]] = {}
+    for name, _, _ in cases:
+        errors = [r[name]["error"] for r in ranks if name in r and "error" in r[name]]
+        assert not errors, f"{name}:\n" + "\n".join(errors)
+        merged: dict[str, Any] = {"loss": None, "grads": {}}
+        for rank in ranks:
+            merged["grads"].update({k: v for k, v in rank[name]["grads"].items() if k.startswith("mtp.")})
+            if rank[name]["loss"] is not None:
+                merged["loss"] = rank[name]["loss"]
+            for key, value in rank[name]["grads"].items():
+                merged.setdefault("backbone", {})[key] = value
+        results[name] = merged
+    return results

@@ -1,0 +1,141 @@
+"""The training entry point, as a user runs it. Catches a freeze that is none, a resume that drifts, and late errors."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from bebop_megatron.mcore.checkpoints import checkpoint_keys, latest_iteration_dir
+from tests.launch import log, pretrain
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
+
+
+def tensors(root):
+    """Every model tensor of the newest checkpoint below `root`, on one process."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(latest_iteration_dir(root))
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Backbone and head trained together for six steps, saved at three and six."""
+    root = tmp_path_factory.mktemp("base")
+    done = pretrain("--mtp-loss", "tv", "--train-iters", "6", "--save", str(root), "--save-interval", "3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return root, log(done.stdout)
+
+
+def test_log_line_has_objective_and_acceptance(base):
+    line = base[1][6]
+    assert 0 < float(line["mtp tv loss"]) < 1
+    for rule in ("greedy-label", "greedy-target", "target-only", "rejection"):
+        assert 1 <= float(line[f"mtp accept-length/{rule}"]) <= 3
+    assert "lm loss" in line
+
+
+def test_resumed_run_repeats_the_uninterrupted_one(base, tmp_path):
+    root, uninterrupted = base
+    shutil.copytree(root / "iter_0000003", tmp_path / "iter_0000003")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    done = pretrain("--mtp-loss", "tv", "--train-iters", "6", "--load", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    resumed = log(done.stdout)
+    assert sorted(resumed) == [4, 5, 6]
+    # Megatron's second log line after a start averages over the first as well, so 5 is not comparable
+    for iteration in (4, 6):
+        assert resumed[iteration] == uninterrupted[iteration]
+
+
+@pytest.mark.parametrize("extra", [[], ["--use-distributed-optimizer"]], ids=["adam", "distributed-optimizer"])
+def test_frozen_backbone_is_bit_identical_and_head_moves(base, tmp_path, extra):
+    done = pretrain(
+        *("--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--weight-decay", "0.1", "--train-iters", "3"),
+        *("--pretrained-checkpoint", str(base[0]), "--load", str(tmp_path), "--save", str(tmp_path)),
+        *("--save-interval", "3", *extra),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = tensors(base[0]), tensors(tmp_path)
+    assert before.keys() == after.keys()
+    backbone = [name for name in before if not name.startswith("mtp.")]
+    head = [name for name in before if name.startswith("mtp.")]
+    assert len(backbone) > 10
+    assert len(head) > 5
+    for name in backbone:
+        assert torch.equal(before[name], after[name]), name
+    for name in head:
+        assert not torch.equal(before[name], after[name]), name
+    # what does not train has no optimizer state either
+    moments = [k for k in checkpoint_keys(tmp_path) if k.startswith("optimizer.") and "exp_avg" in k]
+    assert extra or (moments and all(".mtp." in key for key in moments))
+
+
+def test_frozen_pipeline_stage_gives_the_single_process_losses(base):
+    flags = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--train-iters", "3"]
+    flags += ["--pretrained-checkpoint", str(base[0])]
+    one, two = pretrain(*flags), pretrain(*flags, "--pipeline-model-parallel-size", "2", processes=2)
+    assert one.returncode == two.returncode == 0, two.stderr[-3000:]
+    one_log, two_log = log(one.stdout), log(two.stdout)
+    for iteration in (1, 2, 3):
+        for name in ("lm loss", "mtp tv loss"):
+            assert float(two_log[iteration][name]) == pytest.approx(float(one_log[iteration][name]), rel=1e-5)
+
+
+def test_without_our_flags_it_is_megatron():
+    from tests.mcore.world import Layout, run
+
+    done = pretrain("--train-iters", "2", "--mtp-detach-heads")
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = log(done.stdout)[2]
+    assert {"lm loss", "mtp_1 loss", "mtp_2 loss"} <= line.keys()
+    assert not [name for name in line if name.startswith("mtp ")]
+    assert run([("stock", Layout(), None)])["stock"]["grads"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mtp-loss", "tvv"], "choose one of ce, kl, lk, lk-hybrid, reverse-kl, tv, tv-step"),
+        (["--mtp-loss", "tv", "--mtp-loss-horizon", "per-depth"], "no per-depth horizon"),
+        (["--mtp-loss", "tv", "--mtp-loss-temperature", "0"], "must be positive"),
+        (["--mtp-loss", "tv", "--mtp-freeze-schedule", "head"], "unknown part 'head'"),
+        (["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone:5,mtp:5"], "not available yet"),
+        (["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--mtp-joint"], "drop one"),
+    ],
+)
+def test_bad_flags_end_with_one_clear_line(flags, message):
+    done = pretrain("--train-iters", "1", *flags)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, done.stderr[-2000:]
+    assert message in lines[0]
+
+
+def test_loss_without_mtp_layers_and_checkpoint_without_mtp_weights_are_refused(tmp_path):
+    plain = ["--mtp-num-layers", "0"]
+    done = pretrain("--train-iters", "1", *plain, "--mtp-loss", "tv")
+    assert "add --mtp-num-layers" in done.stderr
+    done = pretrain("--train-iters", "1", "--save", str(tmp_path), "--save-interval", "1", *plain)
+    assert done.returncode == 0, done.stderr[-3000:]
+    flags = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--pretrained-checkpoint", str(tmp_path)]
+    done = pretrain("--train-iters", "1", *flags)
+    assert done.returncode != 0
+    assert "has no MTP weights" in done.stderr
+
+
+def test_cpu_is_never_chosen_silently():
+    done = pretrain("--train-iters", "1", "--distributed-backend", "nccl")
+    assert done.returncode != 0
+    assert "add --distributed-backend gloo" in done.stderr

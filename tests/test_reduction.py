@@ -1,0 +1,39 @@
+"""Normalisation counts. Catches 1/cp, local instead of global counts, and 0/0 of a batch without targets."""
+
+import torch
+
+from bebop_megatron.alignment import align, counted_anchors
+from bebop_megatron.reduction import StepCounts, batch_counts, local_counts
+
+
+def test_counts_of_a_step_are_the_sum_over_its_batches():
+    masks = [torch.ones(2, 8), torch.zeros(2, 8), torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1.0]] * 2)]
+    for horizon in ("full", "partial", "per-depth"):
+        total = batch_counts([{"loss_mask": m} for m in masks], 3, horizon)
+        expected = sum(counted_anchors(align(m, 3).valid, horizon).double() for m in masks)
+        assert total[0] == 0
+        assert total[1] == sum(m.sum() for m in masks)
+        assert torch.equal(total[2:], expected)
+
+
+def test_documents_of_a_packed_batch_are_not_crossed():
+    batch = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([[0, 3, 8]], dtype=torch.int32)}
+    assert batch_counts([batch], 2, "full")[2:].tolist() == [4, 4]
+
+
+def test_unreadable_batches_are_reported_not_guessed():
+    assert batch_counts([None, {"tokens": 1}], 2, "full")[0] == 2
+
+
+def test_no_anchor_anywhere_gives_zero_not_nan():
+    counts = StepCounts(torch.tensor([0.0, 2.0]).double(), torch.tensor(0.0).double(), 4)
+    assert counts.mean_scale().tolist() == [0.0, 0.5]
+    assert counts.megatron_divisor(per_token_loss=True, replicas=2) == 1
+    assert counts.megatron_divisor(per_token_loss=False, replicas=2) == 8
+
+
+def test_local_counts_are_megatrons_own_normalisation():
+    mask = torch.tensor([[1, 1, 0, 1, 1.0]])
+    counts = local_counts(align(mask, 2).valid, mask, "per-depth")
+    assert counts.anchors.tolist() == [3, 2]
+    assert counts.tokens == 4
