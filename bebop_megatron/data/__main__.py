@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from bebop_megatron.data.documents import FORMATS, parse_keys, read_documents
+from bebop_megatron.data.description import read_description
+from bebop_megatron.data.documents import FORMATS, input_files, parse_keys, read_documents
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -20,9 +21,7 @@ def _parser() -> argparse.ArgumentParser:
 
     tokenizer = commands.add_parser("tokenizer", help="train a byte-level BPE tokenizer")
     _add_input(tokenizer)
-    tokenizer.add_argument(
-        "--vocab-size", type=int, default=2048, help="entries, special tokens included (2048)"
-    )
+    tokenizer.add_argument("--vocab-size", type=int, default=2048, help="entries, special tokens included (2048)")
     tokenizer.add_argument("--output", required=True, metavar="DIR")
     tokenizer.set_defaults(run=_tokenizer)
 
@@ -75,18 +74,19 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress bar, no summary")
 
 
-def _documents(options: argparse.Namespace, description: str) -> Iterable[Any]:
+def _documents(options: argparse.Namespace, description: str) -> Any:
+    """The documents of the input, behind a progress bar that is to be closed."""
     from tqdm import tqdm
 
-    documents: Iterator[Any] = read_documents(
+    documents = read_documents(
         options.input,
         format=options.format,
         keys=parse_keys(options.keys),
         separator=options.separator.replace(r"\n", "\n"),
     )
-    return tqdm(
-        documents, desc=description, unit=" documents", file=sys.stderr, disable=options.quiet, leave=False
-    )
+    # None: only on a terminal, a log needs no bar
+    disable = options.quiet or None
+    return tqdm(documents, desc=description, unit=" documents", file=sys.stderr, disable=disable, leave=False)
 
 
 def _say(text: str, options: argparse.Namespace) -> None:
@@ -98,23 +98,30 @@ def _tokenizer(options: argparse.Namespace) -> None:
     from bebop_megatron.data.tokenizer import check_output, save_tokenizer, train_tokenizer
 
     check_output(options.output, overwrite=options.overwrite)
-    tokenizer = train_tokenizer(_documents(options, "reading"), vocab_size=options.vocab_size)
+    with _documents(options, "reading") as documents:
+        tokenizer = train_tokenizer(documents, vocab_size=options.vocab_size)
     save_tokenizer(tokenizer, options.output)
     _say(f"{options.output}: {len(tokenizer):,} tokens", options)
 
 
 def _build(options: argparse.Namespace) -> None:
-    from bebop_megatron.data.build import build
+    from bebop_megatron.data.build import build, output_files
     from bebop_megatron.data.tokenizer import load_tokenizer
 
-    summaries = build(
-        _documents(options, "tokenising"),
-        load_tokenizer(options.tokenizer),
-        options.output,
-        format=options.format,
-        holdout=options.holdout,
-        overwrite=options.overwrite,
-    )
+    outputs = {file.resolve() for file in output_files(options.output)}
+    for file in input_files(options.input, options.format):
+        if file.resolve() in outputs:
+            raise ValueError(f"--input {file} is a file that --output {options.output} writes; choose another prefix")
+    tokenizer = load_tokenizer(options.tokenizer)
+    with _documents(options, "tokenising") as documents:
+        summaries = build(
+            documents,
+            tokenizer,
+            options.output,
+            format=options.format,
+            holdout=options.holdout,
+            overwrite=options.overwrite,
+        )
     for prefix, summary in summaries.items():
         share = summary.target_tokens / summary.tokens
         _say(
@@ -124,15 +131,15 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from bebop_megatron.data.inspection import inspect, read_description
+    from bebop_megatron.data.inspection import inspect
     from bebop_megatron.data.tokenizer import load_tokenizer, tokenizer_hash
 
     description = read_description(options.prefix)
-    name = options.tokenizer or description.get("tokenizer")
+    name = options.tokenizer or (description and description.tokenizer)
     if not name:
         raise ValueError(f"{options.prefix}.json, which names the tokenizer, is not there; pass --tokenizer")
     tokenizer = load_tokenizer(name)
-    if description and tokenizer_hash(tokenizer) != description["tokenizer_hash"]:
+    if description and tokenizer_hash(tokenizer) != description.tokenizer_hash:
         print(f"warning: {name} is not the tokenizer that {options.prefix} was built with", file=sys.stderr)
     print(inspect(options.prefix, tokenizer, document=options.document, max_tokens=options.max_tokens))
 

@@ -15,12 +15,12 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bebop_megatron.data.description import Description, read_description, write_description
 from bebop_megatron.data.documents import Document
 from bebop_megatron.data.encode import Encoded, encode
 from bebop_megatron.data.tokenizer import tokenizer_hash
@@ -29,21 +29,7 @@ MASK_SUFFIX = "_mask"
 HOLDOUT_SUFFIX = "-holdout"
 
 # in the order in which they are moved: nothing loads before the last
-_SUFFIXES = (".jsonl", ".json", "_mask.bin", "_mask.idx", ".bin", ".idx")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a prefix holds; written to PREFIX.json."""
-
-    documents: int
-    tokens: int
-    target_tokens: int
-    vocab_size: int
-    tokenizer: str
-    tokenizer_hash: str
-    format: str
-    has_mask: bool
+_SUFFIXES = (".json", "_mask.bin", "_mask.idx", ".bin", ".idx")
 
 
 class _Split:
@@ -64,7 +50,7 @@ class _Split:
         self.num_tokens += encoded.tokens.size
         self.num_targets += int(encoded.mask.sum())
 
-    def finish(self, tokenizer: Any, format: str) -> Summary:
+    def finish(self, tokenizer: Any, format: str) -> Description:
         has_mask = self.num_targets < self.num_tokens
         self.tokens.finalize(f"{self.path}.idx")
         self.mask.finalize(f"{self.path}{MASK_SUFFIX}.idx")
@@ -72,7 +58,7 @@ class _Split:
             # all ones: the same as no mask
             for suffix in (".bin", ".idx"):
                 Path(f"{self.path}{MASK_SUFFIX}{suffix}").unlink()
-        summary = Summary(
+        description = Description(
             documents=self.num_documents,
             tokens=self.num_tokens,
             target_tokens=self.num_targets,
@@ -82,17 +68,22 @@ class _Split:
             format=format,
             has_mask=has_mask,
         )
-        Path(f"{self.path}.json").write_text(json.dumps(vars(summary), indent=2) + "\n", encoding="utf-8")
-        return summary
+        write_description(description, self.path)
+        return description
 
 
 def output_files(prefix: str) -> list[Path]:
     """Every file that a build with this prefix can write, in the order in which they are moved into place."""
-    return [Path(f"{prefix}{split}{suffix}") for split in (HOLDOUT_SUFFIX, "") for suffix in _SUFFIXES]
+    files = [f"{prefix}{split}{suffix}" for split in (HOLDOUT_SUFFIX, "") for suffix in _SUFFIXES]
+    return [Path(file) for file in (f"{prefix}{HOLDOUT_SUFFIX}.jsonl", *files)]
 
 
 def check_output(prefix: str, *, overwrite: bool) -> None:
-    """Raises ValueError if the prefix is taken."""
+    """Raises ValueError if the prefix is taken, by raw data even with `overwrite`."""
+    if Path(f"{prefix}.json").exists() and not read_description(prefix):
+        raise ValueError(
+            f"--output {prefix}: {prefix}.json is already there, and no earlier build wrote it; choose another prefix"
+        )
     existing = [file for file in output_files(prefix) if file.exists()]
     if existing and not overwrite:
         raise ValueError(
@@ -109,7 +100,7 @@ def build(
     format: str = "auto",
     holdout: float = 0.0,
     overwrite: bool = False,
-) -> dict[str, Summary]:
+) -> dict[str, Description]:
     """Tokenise the documents and write them; returns a summary for every prefix written.
 
     About the share `holdout` of the documents, chosen by a hash of their `identity`, goes to PREFIX-holdout
@@ -132,7 +123,7 @@ def build(
 
 def _write(
     documents: Iterable[Document], tokenizer: Any, folder: Path, name: str, format: str, holdout: float
-) -> dict[str, Summary]:
+) -> dict[str, Description]:
     train = _Split(folder, name, len(tokenizer))
     held = _Split(folder, name + HOLDOUT_SUFFIX, len(tokenizer)) if holdout else None
     with open(folder / f"{name}{HOLDOUT_SUFFIX}.jsonl", "w", encoding="utf-8") as texts:
@@ -158,8 +149,7 @@ def _check_sizes(train: _Split, held: _Split | None, holdout: float) -> None:
     if held and not (held.num_documents and train.num_documents):
         side = "training" if held.num_documents else "the holdout"
         raise ValueError(
-            f"--holdout {holdout:g} of {total:,} documents leaves none for {side}; "
-            "change the share, or leave it out"
+            f"--holdout {holdout:g} of {total:,} documents leaves none for {side}; change the share, or leave it out"
         )
 
 

@@ -7,9 +7,7 @@ loss_mask[i] says whether labels[i] may be a target.
 from __future__ import annotations
 
 import copy
-import json
 import zlib
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bebop_megatron.data.build import MASK_SUFFIX
+from bebop_megatron.data.description import read_description
 
 
 class MaskedGPTDataset(GPTDataset):
@@ -40,7 +39,7 @@ class MaskedGPTDataset(GPTDataset):
             self._masks._pad_token_id = 0
 
     def _build_document_sample_shuffle_indices(self) -> Any:
-        # Megatron caches the order of samples by path and settings; the lengths tell data built anew from the old
+        # Megatron caches the order of samples by path and settings; the lengths tell new data from old
         lengths = zlib.crc32(cast(IndexedDataset, self.dataset).sequence_lengths)
         self.unique_description_hash = f"{self.unique_description_hash}-{lengths:08x}"
         return super()._build_document_sample_shuffle_indices()
@@ -50,12 +49,10 @@ class MaskedGPTDataset(GPTDataset):
         if self._masks is None:
             return sample
         text, _, _ = self._masks._query_document_sample_shuffle_indices(0 if idx is None else idx)
-        mask = torch.from_numpy(text)
-        if self.config.add_extra_token_to_sequence:
-            mask = mask[1:]
-        else:
+        mask = torch.from_numpy(text)[1:]
+        if not self.config.add_extra_token_to_sequence:
             # the last label is padding
-            mask = torch.cat([mask[1:], mask.new_zeros(1)])
+            mask = torch.nn.functional.pad(mask, (0, 1))
         # out of place: the base class keeps its loss mask for the next sample
         sample["loss_mask"] = sample["loss_mask"] * mask
         return sample
@@ -65,10 +62,10 @@ def _open_mask(tokens: IndexedDataset, config: GPTDatasetConfig) -> IndexedDatas
     prefix = tokens.path_prefix
     path = prefix + MASK_SUFFIX
     if not IndexedDataset.exists(path):
-        description = Path(f"{prefix}.json")
-        if description.is_file() and json.loads(description.read_text(encoding="utf-8")).get("has_mask"):
+        description = read_description(prefix)
+        if description and description.has_mask:
             raise ValueError(
-                f"{description} says that some tokens are no targets, but {path}.bin and {path}.idx are not "
+                f"{prefix}.json says that some tokens are no targets, but {path}.bin and {path}.idx are not "
                 "both there: prompts would be trained on. Copy them beside the data, or build it again"
             )
         return None

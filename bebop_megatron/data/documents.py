@@ -135,21 +135,26 @@ def read_documents(
         raise ValueError(f"--format {format!r} is unknown; choose from {', '.join(FORMATS)}")
     any_jsonl = False
     for name in inputs:
-        if name == STDLIB:
-            for file in stdlib_files():
-                yield from _read_source(file, strict=False)
-            continue
-        for file in _files(Path(name), format):
+        for file in input_files([name], format):
             if format == "jsonl" or (format == "auto" and file.suffix == ".jsonl"):
                 any_jsonl = True
                 yield from _read_jsonl(file, keys or {}, separator)
             else:
-                yield from _read_source(file, strict=True)
+                yield from _read_source(file, strict=name != STDLIB)
     if (keys or separator) and not any_jsonl:
         raise ValueError(
             "--keys and --separator are for JSON lines, but --input names none; "
             "leave them out, or pass --format jsonl if the files have another suffix"
         )
+
+
+def input_files(inputs: Sequence[str], format: str) -> list[Path]:
+    """Every file to be read, in this order.
+
+    Raises:
+        ValueError: a missing input, a folder without files of this format.
+    """
+    return [file for name in inputs for file in (stdlib_files() if name == STDLIB else _files(Path(name), format))]
 
 
 def _files(path: Path, format: str) -> list[Path]:
@@ -193,8 +198,9 @@ def _read_jsonl(file: Path, keys: Mapping[str, str], separator: str) -> Iterator
             source = f"{file}, line {number}"
             try:
                 record = json.loads(line.decode(_ENCODING))
-                # half a surrogate pair, such as "\ud83d", is valid JSON but no text
-                json.dumps(record, ensure_ascii=False).encode() if b"\\ud" in line.lower() else None
+                if b"\\ud" in line.lower():
+                    # half a surrogate pair is valid JSON, but no text
+                    json.dumps(record, ensure_ascii=False).encode()
             except UnicodeError as error:
                 raise ValueError(f"{source} is not UTF-8: {error}") from error
             except json.JSONDecodeError as error:
@@ -218,8 +224,7 @@ def _document(record: Any, keys: Mapping[str, str], separator: str, source: str)
         if not isinstance(record[key], kind):
             expected = "a string" if kind is str else "a list"
             raise ValueError(
-                f'{source}: "{key}" must be {expected}, got {type(record[key]).__name__} '
-                f"{json.dumps(record[key])[:60]}"
+                f'{source}: "{key}" must be {expected}, got {type(record[key]).__name__} {json.dumps(record[key])[:60]}'
             )
         return record[key]
 
@@ -236,16 +241,13 @@ def _document(record: Any, keys: Mapping[str, str], separator: str, source: str)
                 )
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(
-                f"{source}: no message has the role assistant, so there is nothing to train on; "
-                "remove the line"
+                f"{source}: no message has the role assistant, so there is nothing to train on; remove the line"
             )
         return Chat(messages, value("tools", list) if has("tools") else None, source)
     if has("prompt") or has("completion"):
         prompt, completion = value("prompt", str), value("completion", str)
         if not completion:
-            raise ValueError(
-                f"{source}: the completion is empty, so there is nothing to train on; remove the line"
-            )
+            raise ValueError(f"{source}: the completion is empty, so there is nothing to train on; remove the line")
         return Completion(prompt + separator, completion, source)
     if has("text"):
         return Text(value("text", str), source)

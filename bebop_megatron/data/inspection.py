@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bebop_megatron.data.build import MASK_SUFFIX
+from bebop_megatron.data.description import read_description
 
 # not in any alphabet that a corpus is likely to use
 MASKED_OPEN, MASKED_CLOSE = "⟦", "⟧"
 
-
-def read_description(prefix: str) -> dict[str, Any]:
-    """PREFIX.json; empty for data that other tools built."""
-    file = Path(f"{prefix}.json")
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+_DESCRIBED = ("format", "tokenizer", "vocab_size")
 
 
 def inspect(prefix: str, tokenizer: Any, *, document: int = 0, max_tokens: int = 400) -> str:
@@ -30,9 +25,7 @@ def inspect(prefix: str, tokenizer: Any, *, document: int = 0, max_tokens: int =
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if not IndexedDataset.exists(prefix):
-        raise ValueError(
-            f"{prefix}.bin and {prefix}.idx are not both there; pass the prefix without a suffix"
-        )
+        raise ValueError(f"{prefix}.bin and {prefix}.idx are not both there; pass the prefix without a suffix")
     tokens = IndexedDataset(prefix)
     if not 0 <= document < len(tokens):
         raise ValueError(f"--document must be 0 to {len(tokens) - 1}, got {document}")
@@ -41,6 +34,7 @@ def inspect(prefix: str, tokenizer: Any, *, document: int = 0, max_tokens: int =
     if mask is not None and not np.array_equal(mask.sequence_lengths, tokens.sequence_lengths):
         raise ValueError(f"{prefix}{MASK_SUFFIX} has other documents than {prefix}; build both again")
 
+    description = read_description(prefix)
     num_tokens = int(tokens.sequence_lengths.sum(dtype=np.int64))
     num_targets = num_tokens
     if mask is not None:
@@ -52,7 +46,7 @@ def inspect(prefix: str, tokenizer: Any, *, document: int = 0, max_tokens: int =
         f"{'tokens':<14}{num_tokens:,}",
         f"{'targets':<14}{num_targets:,} ({num_targets / max(1, num_tokens):.1%})",
         f"{'mask':<14}{prefix + MASK_SUFFIX if has_mask else 'none: every token is a target'}",
-        *(f"{name:<14}{value}" for name, value in read_description(prefix).items() if name in _DESCRIBED),
+        *(f"{name:<14}{getattr(description, name)}" for name in _DESCRIBED if description),
         "",
         f"document {document}, {len(ids):,} tokens; {MASKED_OPEN}not a target{MASKED_CLOSE}",
         _marked(ids[:max_tokens], is_target[:max_tokens], tokenizer) + ("…" if len(ids) > max_tokens else ""),
@@ -60,14 +54,9 @@ def inspect(prefix: str, tokenizer: Any, *, document: int = 0, max_tokens: int =
     return "\n".join(lines)
 
 
-_DESCRIBED = ("format", "tokenizer", "vocab_size")
-
-
 def _marked(ids: np.ndarray, is_target: np.ndarray, tokenizer: Any) -> str:
     parts = []
-    for kept, run in groupby(
-        zip(ids.tolist(), is_target.tolist(), strict=True), key=lambda pair: bool(pair[1])
-    ):
+    for kept, run in groupby(zip(ids.tolist(), is_target.tolist(), strict=True), key=lambda pair: bool(pair[1])):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         parts.append(text if kept else f"{MASKED_OPEN}{text}{MASKED_CLOSE}")
     return "".join(parts)

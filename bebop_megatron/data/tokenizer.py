@@ -112,8 +112,7 @@ def check_output(folder: str, *, overwrite: bool) -> None:
     existing = [name for name in _FILES if Path(folder, name).exists()]
     if existing and not overwrite:
         raise ValueError(
-            f"--output {folder} holds {', '.join(existing)} already; "
-            "choose another folder, or pass --overwrite"
+            f"--output {folder} holds {', '.join(existing)} already; choose another folder, or pass --overwrite"
         )
 
 
@@ -139,26 +138,18 @@ def load_tokenizer(path: str) -> Any:
 
     # a name with one slash, or none, may be on the hub
     if not Path(path).exists() and path.count("/") > 1:
-        raise ValueError(
-            f"--tokenizer {path}: no such folder; `python -m bebop_megatron.data tokenizer` makes one"
-        )
+        raise ValueError(f"--tokenizer {path}: no such folder; `python -m bebop_megatron.data tokenizer` makes one")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--tokenizer {path}: no Hugging Face tokenizer could be loaded ({error})"
-        ) from error
+        raise ValueError(f"--tokenizer {path}: no Hugging Face tokenizer could be loaded ({error})") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"--tokenizer {path} has no eos_token, which ends every document; set one in its config"
-        )
+        raise ValueError(f"--tokenizer {path} has no eos_token, which ends every document; set one in its config")
     return tokenizer
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """sha256 of what turns text into ids: the fast tokenizer's file, else its vocabulary, and the template."""
-    vocabulary = (
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    )
-    content = f"{vocabulary}{tokenizer.chat_template}"
-    return hashlib.sha256(content.encode()).hexdigest()
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else vocabulary
+    return hashlib.sha256(f"{content}{tokenizer.chat_template}".encode()).hexdigest()

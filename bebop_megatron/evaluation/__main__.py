@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="filter drafts like the target",
     )
-    add(
-        "--prompt-tokens", type=int, default=0, help="cut prompts to this many tokens; 0 keeps them whole (0)"
-    )
+    add("--prompt-tokens", type=int, default=0, help="cut prompts to this many tokens; 0 keeps them whole (0)")
     add("--max-new-tokens", type=int, default=128, help="per prompt (128)")
     add(
         "--num-tokens",
@@ -153,11 +152,14 @@ def _vocabulary(loaded: Any, tokenizer: Any | None, options: argparse.Namespace)
     columns = loaded.padded_vocab_size
     if tokenizer is None:
         return getattr(loaded.args, "vocab_size", None) or columns
+    sizes = f"has {len(tokenizer):,} tokens, but the checkpoint's vocabulary has {columns:,} columns"
     if len(tokenizer) > columns:
         raise ValueError(
-            f"--tokenizer {options.tokenizer} has {len(tokenizer):,} tokens, but the checkpoint's vocabulary "
-            f"has {columns:,} columns: it is not the tokenizer that the model was trained with"
+            f"--tokenizer {options.tokenizer} {sizes}: it is not the tokenizer that the model was trained with"
         )
+    if columns - len(tokenizer) >= loaded.vocab_padding:
+        # not an error: converters pad as they like
+        warnings.warn(f"--tokenizer {options.tokenizer} {sizes}: is it the right one?", stacklevel=2)
     return len(tokenizer)
 
 
@@ -167,12 +169,12 @@ def _configs(options: argparse.Namespace, stop_tokens: tuple[int, ...]) -> list[
     Raises:
         ValueError: a setting out of range.
     """
-    if options.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
+    for name, least in (("rounds", 1), ("prompt_tokens", 0), ("num_tokens", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if options.gamma < 1:
-        raise ValueError(
-            f"--gamma must be at least 1, got {options.gamma}; the speed without drafts is the --baseline"
-        )
+        raise ValueError(f"--gamma must be at least 1, got {options.gamma}; the speed without drafts is the --baseline")
     # both `--rule a b` and `--rule a --rule b`
     rules = dict.fromkeys(rule for group in options.rule or [["rejection"]] for rule in group)
     return [
@@ -193,49 +195,55 @@ def _configs(options: argparse.Namespace, stop_tokens: tuple[int, ...]) -> list[
     ]
 
 
+def _measure(
+    model: Any, vocab_size: int, prompts: list[list[int]], plan: dict[str, DecodeConfig], options: argparse.Namespace
+) -> dict[str, list[GenerationResult]]:
+    """Every config of the plan once per round, on the same prompts, in alternation: a machine's load drifts."""
+    from bebop_megatron.evaluation.decode import SpeculativeDecoder
+
+    rounds = min(options.rounds, len(prompts))
+    num_tokens = options.num_tokens and -(-options.num_tokens // rounds)
+    shown = not options.quiet and sys.stderr.isatty() and os.environ["RANK"] == "0"
+    results: dict[str, list[GenerationResult]] = {name: [] for name in plan}
+    for index in range(rounds):
+        mine = prompts[index::rounds]
+        for name, config in plan.items():
+            if index == 0:
+                # the first calls pay for allocations and lazy initialisation
+                short = replace(config, max_new_tokens=min(8, config.max_new_tokens))
+                SpeculativeDecoder(model, short, vocab_size=vocab_size).generate(mine[: config.batch_size])
+            config = replace(config, seed=config.seed + index)
+            decoder = SpeculativeDecoder(model, config, vocab_size=vocab_size)
+            total = num_tokens or len(mine) * config.max_new_tokens
+            with _progress(f"{name}, {index + 1} of {rounds}", total, shown) as progress:
+                results[name].append(decoder.generate(mine, num_tokens=num_tokens, progress=progress))
+    return results
+
+
 def evaluate(options: argparse.Namespace) -> list[EvaluationRow]:
     """Load, decode without and with drafts, and measure.
 
     Raises:
         ValueError: whatever is wrong with the checkpoint, the prompts, the tokenizer or the settings.
     """
-    from bebop_megatron.evaluation.decode import SpeculativeDecoder
+    from bebop_megatron.data.tokenizer import load_tokenizer
     from bebop_megatron.evaluation.loading import load_model
-    from bebop_megatron.evaluation.prompts import load_tokenizer, read_prompts
+    from bebop_megatron.evaluation.prompts import read_prompts
 
     # whatever is wrong with the small things shows before the model is built
     _configs(options, ())
+    # and the CPU platform answers for a GPU once it is entered
     measured_in = environment()
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     prompts = read_prompts(options.prompts, tokenizer, options.prompt_tokens)
     eos = None if tokenizer is None or options.ignore_eos else tokenizer.eos_token_id
     configs = _configs(options, () if eos is None else (eos,))
     loaded = load_model(options.load)
-    vocab_size = _vocabulary(loaded, tokenizer, options)
 
     plan = {config.rule: config for config in configs}
     if options.baseline:
         plan = {"without drafts": replace(configs[0], gamma=0)} | plan
-    rounds = min(options.rounds, len(prompts))
-    shown = not options.quiet and sys.stderr.isatty() and os.environ["RANK"] == "0"
-    results: dict[str, list[GenerationResult]] = {name: [] for name in plan}
-    for index in range(rounds):
-        mine = prompts[index::rounds]
-        num_tokens = options.num_tokens and -(-options.num_tokens // rounds)
-        for name, config in plan.items():
-            if index == 0:
-                # the first calls pay for allocations and lazy initialisation
-                short = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-                SpeculativeDecoder(loaded.model, short, vocab_size=vocab_size).generate(
-                    mine[: config.batch_size]
-                )
-            decoder = SpeculativeDecoder(
-                loaded.model, replace(config, seed=config.seed + index), vocab_size=vocab_size
-            )
-            total = num_tokens or len(mine) * config.max_new_tokens
-            with _progress(f"{name}, {index + 1} of {rounds}", total, shown) as progress:
-                results[name].append(decoder.generate(mine, num_tokens=num_tokens, progress=progress))
-
+    results = _measure(loaded.model, _vocabulary(loaded, tokenizer, options), prompts, plan, options)
     baseline = median(r.tokens_per_second for r in results["without drafts"]) if options.baseline else None
     return [_row(options, config, results[config.rule], baseline, measured_in) for config in configs]
 

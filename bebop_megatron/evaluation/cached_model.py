@@ -67,9 +67,7 @@ class CachedModel:
         positions = window.positions.clamp(max=self._last_embedded)
         embedded = self.model.embedding(input_ids=tokens, position_ids=positions)
         with self._call.on(window):
-            return self.model.decoder(
-                hidden_states=embedded, attention_mask=None, rotary_pos_emb=self._rotary(window)
-            )
+            return self.model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=self._rotary(window))
 
     def mtp(self, layer: int, hidden: Tensor, tokens: Tensor, window: Window) -> Tensor:
         """One application of an MTP layer: the hidden states of one draft step to those of the next.
@@ -95,9 +93,7 @@ class CachedModel:
         Collectives: one all-gather over the tensor-parallel group.
         """
         model = self.model
-        weight = (
-            model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        )
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
         if model.config.use_mup:
             logits = model._scale_logits(logits)

@@ -19,7 +19,7 @@ from bebop_megatron.evaluation.cache import make_window
 from bebop_megatron.evaluation.cached_model import CachedModel
 from bebop_megatron.evaluation.draft import Draft, Drafter
 from bebop_megatron.evaluation.filters import filtered_probs, sample
-from bebop_megatron.evaluation.outcome import GenerationResult, Continuation, collect_records
+from bebop_megatron.evaluation.outcome import Continuation, GenerationResult, collect_records
 from bebop_megatron.evaluation.rows import Rows
 from bebop_megatron.evaluation.settings import DecodeConfig
 from bebop_megatron.evaluation.surgery import unwrapped
@@ -39,9 +39,7 @@ class SpeculativeDecoder:
     def __init__(self, model: Any, config: DecodeConfig, *, vocab_size: int) -> None:
         self.model, self.config, self.vocab_size = unwrapped(model), config, vocab_size
         if not 0 < vocab_size <= self.model.vocab_size:
-            raise ValueError(
-                f"vocab_size is {vocab_size:,}, but the model has {self.model.vocab_size:,} columns"
-            )
+            raise ValueError(f"vocab_size is {vocab_size:,}, but the model has {self.model.vocab_size:,} columns")
         # fails now, not after a long prefill
         self._attach(1)
 
@@ -54,13 +52,9 @@ class SpeculativeDecoder:
             raise ValueError("no prompts to generate from")
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(
-                    f"prompt {index} is empty: generation needs at least one token to start from"
-                )
+                raise ValueError(f"prompt {index} is empty: generation needs at least one token to start from")
             if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-                raise ValueError(
-                    f"prompt {index} holds ids outside the vocabulary of {self.vocab_size:,} tokens"
-                )
+                raise ValueError(f"prompt {index} holds ids outside the vocabulary of {self.vocab_size:,} tokens")
         config, model = self.config, self.model
         longest = max(len(prompt) for prompt in prompts)
         needed = longest + config.max_new_tokens
@@ -92,17 +86,13 @@ class SpeculativeDecoder:
         capacity = self._capacity(prompts)
         model, drafter = self._attach(capacity)
         with model.attached():
-            return _Run(self, model, drafter, capacity).generate(
-                prompts, num_tokens, progress or (lambda _: None)
-            )
+            return _Run(self, model, drafter, capacity).generate(prompts, num_tokens, progress or (lambda _: None))
 
 
 class _Run:
     """One call of `generate`: the model with its caches, the rows, the random numbers."""
 
-    def __init__(
-        self, decoder: SpeculativeDecoder, model: CachedModel, drafter: Drafter | None, capacity: int
-    ) -> None:
+    def __init__(self, decoder: SpeculativeDecoder, model: CachedModel, drafter: Drafter | None, capacity: int) -> None:
         self.config, self.vocab_size = decoder.config, decoder.vocab_size
         self.model, self.drafter = model, drafter
         like = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -193,9 +183,7 @@ class _Run:
         for chunk in chunks:
             tokens = rows.tokens[added, chunk.start + 1 : chunk.stop + 1]
             parts.append(
-                self.drafter.confirm(
-                    hidden[chunk], tokens, positions[:, chunk], length=chunk.stop, rows=cache_rows
-                )
+                self.drafter.confirm(hidden[chunk], tokens, positions[:, chunk], length=chunk.stop, rows=cache_rows)
             )
         rows.hidden[added] = torch.cat(parts)[at_last]
 

@@ -75,9 +75,7 @@ class Drafter:
         for step in range(1, self.config.gamma + 1):
             if step > 1:
                 chain = self.config.attention == "chain"
-                window = make_window(
-                    anchor + step - 1, length=length, last_key=None if chain else anchor, write=chain
-                )
+                window = make_window(anchor + step - 1, length=length, last_key=None if chain else anchor, write=chain)
                 hidden = self.model.mtp(0, hidden, tokens[-1][:, None], window)
             logits = self.model.logits(hidden)[:, 0]
             if self.config.rule == "rejection":

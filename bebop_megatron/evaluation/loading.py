@@ -39,11 +39,15 @@ _ARGUMENTS_ONLY = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, the arguments it was trained with, and the columns of its LM head."""
+    """A model in evaluation mode and its arguments.
+
+    The LM head has `padded_vocab_size` columns, fewer than `vocab_padding` of them unused if Megatron padded it.
+    """
 
     model: Any
     args: Any
     padded_vocab_size: int
+    vocab_padding: int
 
 
 def _environment() -> None:
@@ -113,7 +117,8 @@ def _architecture(args: Any, trained: Any) -> None:
             setattr(args, name, getattr(trained, name))
 
 
-def _arguments(path: str, with_mtp: bool) -> Any:
+def _arguments(path: str, with_mtp: bool) -> tuple[Any, Any]:
+    """Megatron's arguments for this run, and those of the training run."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
@@ -125,9 +130,7 @@ def _arguments(path: str, with_mtp: bool) -> Any:
         sys.argv = argv
     loaded = load_args_from_checkpoint(args)
     if not isinstance(loaded, tuple):
-        raise ValueError(
-            f"{path} does not hold the arguments it was trained with, so its model's shape is unknown"
-        )
+        raise ValueError(f"{path} does not hold the arguments it was trained with, so its model's shape is unknown")
     args, trained = loaded
     _architecture(args, trained)
     if not with_mtp:
@@ -139,7 +142,7 @@ def _arguments(path: str, with_mtp: bool) -> Any:
         )
     validate_args(args)
     set_global_variables(args, build_tokenizer=False)
-    return args
+    return args, trained
 
 
 def load_model(path: str, *, with_mtp: bool = True) -> LoadedModel:
@@ -155,17 +158,17 @@ def load_model(path: str, *, with_mtp: bool = True) -> LoadedModel:
     with warnings.catch_warnings():
         # Megatron's import tells at length which optional packages are missing
         warnings.simplefilter("ignore")
+        from bebop_megatron.mcore.checkpoints import has_mtp_weights
+
+        if with_mtp and not has_mtp_weights(path):
+            raise ValueError(
+                f"the checkpoint {path} has no MTP weights (no tensor is named mtp.*): nothing can draft"
+            )
         if not torch.cuda.is_available():
             enter()
-        from bebop_megatron.mcore.checkpoints import has_mtp_weights
     _environment()
-
-    if with_mtp and not has_mtp_weights(path):
-        raise ValueError(
-            f"the checkpoint {path} has no MTP weights (no tensor is named mtp.*): nothing can draft"
-        )
     with _quiet():
-        args = _arguments(path, with_mtp)
+        args, trained = _arguments(path, with_mtp)
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
         from megatron.training.checkpointing import load_checkpoint
@@ -181,4 +184,5 @@ def load_model(path: str, *, with_mtp: bool = True) -> LoadedModel:
         )
         load_checkpoint(models, None, None)
     models[0].eval()
-    return LoadedModel(models[0], args, args.padded_vocab_size)
+    padding = args.make_vocab_size_divisible_by * getattr(trained, "tensor_model_parallel_size", 1)
+    return LoadedModel(models[0], args, args.padded_vocab_size, padding)

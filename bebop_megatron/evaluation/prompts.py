@@ -1,4 +1,4 @@
-"""Reads prompts from a file, one per line."""
+"""Reads prompts from a file, one per line, and encodes them as training data is encoded."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ from pathlib import Path
 from typing import Any
 
 _TEXT_KEYS = ("prompt", "text")
-
-
-def load_tokenizer(path: str) -> Any:
-    """A Hugging Face tokenizer.
-
-    Raises:
-        ValueError: nothing there that can be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--tokenizer {path}: no Hugging Face tokenizer could be loaded ({error})"
-        ) from error
 
 
 def _record(line: str, where: str) -> str | list[int]:
@@ -43,10 +27,18 @@ def _record(line: str, where: str) -> str | list[int]:
     )
 
 
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    """As training data is encoded: a beginning of sequence where the tokenizer sets one by itself."""
+    start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    # a rendered chat brings its own
+    return tokens if not text or tokens[: len(start)] == start else start + tokens
+
+
 def read_prompts(path: str, tokenizer: Any | None, prompt_tokens: int = 0) -> list[list[int]]:
     """Token ids of every prompt, cut to `prompt_tokens` (0: whole prompts); empty ones are left out.
 
-    `.jsonl`: objects with "prompt" or "text", or with "tokens" that need no tokenizer. Anything else: one
+    `.jsonl`: objects with "prompt" or "text", or with "tokens", which need no tokenizer. Anything else: one
     prompt per line.
 
     Raises:
@@ -56,7 +48,7 @@ def read_prompts(path: str, tokenizer: Any | None, prompt_tokens: int = 0) -> li
     if not file.is_file():
         raise ValueError(f"--prompts {path}: no such file")
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -64,8 +56,7 @@ def read_prompts(path: str, tokenizer: Any | None, prompt_tokens: int = 0) -> li
         if isinstance(content, str):
             if tokenizer is None:
                 raise ValueError(f"{where} is text: add --tokenizer")
-            # long documents: characters beyond any possible prompt need not be tokenised
-            content = tokenizer.encode(content, add_special_tokens=False)
+            content = _encode(content, tokenizer)
         if prompt_tokens:
             content = content[:prompt_tokens]
         if content:

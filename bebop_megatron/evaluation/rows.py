@@ -45,17 +45,13 @@ class Rows:
         lengths = torch.tensor([len(tokens) for _, tokens in prompts], device=self.tokens.device)
         self.lengths[added] = lengths
         self.limits[added] = lengths + self.config.max_new_tokens
-        self.sequence[added] = torch.arange(
-            first_sequence, first_sequence + len(prompts), device=lengths.device
-        )
+        self.sequence[added] = torch.arange(first_sequence, first_sequence + len(prompts), device=lengths.device)
         self.counts[added] = 0
         self.finished[added] = False
         self.active = added.stop
         return added
 
-    def append(
-        self, rows: slice, tokens: Tensor, given: Tensor, log_probs: Tensor, raw: Tensor | None
-    ) -> None:
+    def append(self, rows: slice, tokens: Tensor, given: Tensor, log_probs: Tensor, raw: Tensor | None) -> None:
         """Confirm new tokens, up to the first stop token and the length limit.
 
         Shape: tokens, log_probs, raw [n, t]; given [n] int64: how many of each row's tokens count.
@@ -97,9 +93,7 @@ class Rows:
         for row in reversed(range(self.active)):
             if not finished[row]:
                 continue
-            done.append(
-                (sequence[row], self._sequence(row, lengths[row]), self.counts[row].to("cpu", copy=True))
-            )
+            done.append((sequence[row], self._sequence(row, lengths[row]), self.counts[row].to("cpu", copy=True)))
             self.active -= 1
             lengths[row] = lengths[self.active]
             if row != self.active:

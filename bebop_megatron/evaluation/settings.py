@@ -39,18 +39,14 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
-            raise ValueError(
-                f"unknown verification rule {self.rule!r}: choose one of {', '.join(sorted(RULES))}"
-            )
+            raise ValueError(f"unknown verification rule {self.rule!r}: choose one of {', '.join(sorted(RULES))}")
         if self.attention == "per-depth":
             raise ValueError(
                 "attention 'per-depth' is how Megatron trains (every depth a full pass over known tokens), "
                 f"not a way to decode: choose one of {', '.join(ATTENTION_MODES)}"
             )
         if self.attention not in ATTENTION_MODES:
-            raise ValueError(
-                f"unknown attention mode {self.attention!r}: choose one of {', '.join(ATTENTION_MODES)}"
-            )
+            raise ValueError(f"unknown attention mode {self.attention!r}: choose one of {', '.join(ATTENTION_MODES)}")
         for name, least in (
             ("gamma", 0),
             ("max_new_tokens", 1),

@@ -38,9 +38,7 @@ def unwrapped(model: Any) -> Any:
     """
     if isinstance(model, list | tuple):
         if len(model) != 1:
-            raise ValueError(
-                f"decoding needs the whole model in one chunk, got {len(model)}: build it without VPP"
-            )
+            raise ValueError(f"decoding needs the whole model in one chunk, got {len(model)}: build it without VPP")
         model = model[0]
     while not hasattr(model, "decoder") and hasattr(model, "module"):
         model = model.module
@@ -64,9 +62,7 @@ def refuse_unsupported(model: Any) -> None:
     for name, value in _SUPPORTED.items():
         received = getattr(model.config, name, value)
         if received != value:
-            raise ValueError(
-                f"decoding supports {name}={value!r} only, but the model has {name}={received!r}"
-            )
+            raise ValueError(f"decoding supports {name}={value!r} only, but the model has {name}={received!r}")
     for module in model.modules():
         mixer = getattr(module, "mixer", None) or getattr(module, "self_attention", None)
         if mixer is None or type(mixer).__name__ == "IdentityOp" or hasattr(mixer, "core_attention"):
@@ -125,11 +121,7 @@ def with_caches(model: Any, call: Call, *, batch_size: int, capacity: int) -> It
     attentions = [module for module in model.modules() if hasattr(module, "core_attention")]
     # Megatron remembers rotary tables: one made in inference mode could not be used in training afterwards
     with torch.inference_mode(False), torch.no_grad():
-        rotary = {
-            m: _RowRotary(m.rotary_pos_emb, call, capacity)
-            for m in attentions
-            if hasattr(m, "rotary_pos_emb")
-        }
+        rotary = {m: _RowRotary(m.rotary_pos_emb, call, capacity) for m in attentions if hasattr(m, "rotary_pos_emb")}
     caches: list[CachedAttention] = []
     try:
         model.eval()

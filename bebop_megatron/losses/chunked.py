@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bebop_megatron.losses.objectives import (
     ObjectiveOutput,
@@ -20,9 +21,9 @@ from bebop_megatron.losses.registry import combined_terms
 from bebop_megatron.losses.rows import RowStats, gradient_direction, row_stats, softmaxes
 from bebop_megatron.losses.shard import VocabShard
 
-# working memory of one chunk: about six fp32 blocks of logits, for the drafts of all depths and their targets
+# working memory of one chunk: at its peak six fp32 blocks of logits, for the drafts of all depths and their targets
 _CHUNK_BYTES = 192 * 2**20
-_BLOCKS = 4
+_BLOCKS = 6
 _MIN_CHUNK = 16
 
 
@@ -41,8 +42,8 @@ def _chunk_tokens(k: int, columns: int) -> int:
 
 
 def _needed_rows(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Target rows that one chunk needs, each once, and every entry's place among them (0 where not valid)."""
-    # an entry that does not count borrows a row that is needed anyway
+    """Target rows that one chunk needs, each once, and every entry's place among them."""
+    # an entry that is not valid borrows a row that is needed anyway
     some = torch.where(valid, rows, rows.new_tensor(torch.iinfo(rows.dtype).max)).min()
     some = torch.where(valid.any(), some, 0)
     return torch.unique(torch.where(valid, rows, some), return_inverse=True)
@@ -63,56 +64,71 @@ def _run(
     keep = torch.float32 if inputs.draft_hidden.dtype == torch.float16 else inputs.draft_hidden.dtype
     grad_hidden = torch.empty(k, n, h, dtype=keep, device=weight.device) if want[0] else None
     grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if want[1] else None
-    entries = counted(inputs.valid, options.horizon)
-    head = weight[: shard.columns]
-    total, collected = None, []
+    none = _no_stats(k, weight)
+    total, collected = none.kl.sum(), [none]
     for begin in range(0, n, chunk):
         part = slice(begin, min(begin + chunk, n))
-        valid = inputs.valid[:, part]
-        size = valid.shape[1]
-        hidden = inputs.draft_hidden[:, part].reshape(k * size, h).masked_fill(~valid.reshape(-1, 1), 0)
-        blocks = [working_logits(_project(hidden, head), options.draft_temperature, options.logit_scale, shard)]
-        rows = torch.zeros(k * size, dtype=torch.int64, device=weight.device)
-        if inputs.target_hidden is not None:
-            needed, place = _needed_rows(inputs.target_rows[:, part], valid)
-            logits = _project(inputs.target_hidden[needed], head)
-            blocks.append(target_logits_to_rows(logits, options, shard))
-            rows = place.reshape(-1)
-        draft, *rest = softmaxes(blocks, shard)
-        target = rest[0] if rest else None
-        labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
-        stats = row_stats(draft, target, rows, labels, shard, full=options.needs_reverse_kl)
-        square = only_valid(stats.view(k, size), valid)
-        value, coefficients = combined_terms(options.kind, options.mix, square, entries[:, part])
-        loss = (value * scale[:, None].to(value.dtype)).sum()
-        total = loss if total is None else total + loss
-        collected.append(square)
-        if not (want[0] or want[1]):
-            continue
-        # the direction stays of order 1 while it is projected; the row's own factor comes after
-        size_of = torch.stack(list(coefficients.values())).sum(0).reshape(-1)
-        unit = {name: w.reshape(-1) / size_of.clamp(min=1e-30) for name, w in coefficients.items()}
-        direction = gradient_direction(draft, target, rows, labels, stats, unit, shard)
-        per_row = (size_of.view(k, size) * scale[:, None].to(size_of.dtype)).reshape(-1, 1)
-        per_row = per_row * (options.logit_scale / options.draft_temperature)
-        if grad_hidden is not None:
-            projected = direction.to(head.dtype) @ head
-            grad_hidden[:, part] = (projected.to(per_row.dtype) * per_row).view(k, size, h).to(keep)
-        if grad_weight is not None:
-            scaled = direction.mul_(per_row.to(direction.dtype))
-            grad_weight[: shard.columns] += scaled.t() @ hidden.to(scaled.dtype)
-    if total is None:
-        total = torch.zeros((), device=weight.device)
-        collected = [_no_stats(k, weight.device)]
+        loss, stats = _chunk(inputs, part, scale, options, shard, grad_hidden, grad_weight)
+        total = total + loss
+        collected.append(stats)
     stats = RowStats(*(torch.cat(parts, 1) for parts in zip(*(vars(s).values() for s in collected), strict=True)))
     if grad_hidden is not None:
         shard.sum(grad_hidden)
     return total, stats, grad_hidden, grad_weight
 
 
-def _no_stats(k: int, device: torch.device) -> RowStats:
-    values = {name: torch.zeros(k, 0, device=device) for name in RowStats.__dataclass_fields__}
-    return RowStats(**values)
+def _chunk(
+    inputs: _Inputs,
+    part: slice,
+    scale: Tensor,
+    options: Options,
+    shard: VocabShard,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+) -> tuple[Tensor, RowStats]:
+    """Loss and statistics of some tokens; their gradients are written to and added to the buffers given."""
+    hidden = inputs.draft_hidden[:, part]
+    valid = inputs.valid[:, part]
+    k, size, h = hidden.shape
+    head = inputs.weight[: shard.columns]
+    hidden = hidden.reshape(k * size, h).masked_fill(~valid.reshape(-1, 1), 0)
+    blocks = [working_logits(_project(hidden, head), options.draft_temperature, options.logit_scale, shard)]
+    rows = torch.zeros(k * size, dtype=torch.int64, device=head.device)
+    if inputs.target_hidden is not None:
+        needed, place = _needed_rows(inputs.target_rows[:, part], valid)
+        # where nothing is valid, the row that all entries borrow may hold NaN
+        table = inputs.target_hidden[needed].masked_fill(~valid.any(), 0)
+        blocks.append(target_logits_to_rows(_project(table, head), options, shard))
+        rows = place.reshape(-1)
+    draft, *rest = softmaxes(blocks, shard)
+    target = rest[0] if rest else None
+    labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
+    stats = row_stats(draft, target, rows, labels, shard, full=options.needs_reverse_kl)
+    square = only_valid(stats.view(k, size), valid)
+    entries = counted(inputs.valid, options.horizon)[:, part]
+    value, coefficients = combined_terms(options.kind, options.mix, square, entries)
+    loss = (value * scale[:, None].to(value.dtype)).sum()
+    if grad_hidden is None and grad_weight is None:
+        return loss, square
+    # the direction stays of order 1 while it is projected; the row's own factor comes after
+    size_of = torch.stack(list(coefficients.values())).sum(0).reshape(-1)
+    unit = {name: w.reshape(-1) / size_of.clamp(min=1e-30) for name, w in coefficients.items()}
+    direction = gradient_direction(draft, target, rows, labels, stats, unit, shard)
+    per_row = (size_of.view(k, size) * scale[:, None].to(size_of.dtype)).reshape(-1, 1)
+    per_row = per_row * (options.logit_scale / options.draft_temperature)
+    if grad_hidden is not None:
+        projected = direction.to(head.dtype) @ head
+        grad_hidden[:, part] = (projected.to(per_row.dtype) * per_row).view(k, size, h).to(grad_hidden.dtype)
+    if grad_weight is not None:
+        scaled = direction.mul_(per_row.to(direction.dtype))
+        grad_weight[: shard.columns].addmm_(scaled.t(), hidden.to(scaled.dtype))
+    return loss, square
+
+
+def _no_stats(k: int, weight: Tensor) -> RowStats:
+    none = weight.new_zeros(k, 0, dtype=torch.promote_types(weight.dtype, torch.float32))
+    greedy = {"greedy_target": none.bool(), "greedy_label": none.bool()}
+    return RowStats(**{f.name: none for f in fields(RowStats)} | greedy)
 
 
 class _FusedObjective(torch.autograd.Function):
@@ -135,15 +151,20 @@ class _FusedObjective(torch.autograd.Function):
         loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, chunk, want)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = draft_hidden.dtype, weight.dtype
-        fields = tuple(vars(stats).values())
-        ctx.mark_non_differentiable(*fields)
-        return loss, *fields
+        values = tuple(vars(stats).values())
+        ctx.mark_non_differentiable(*values)
+        return loss, *values
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
-        to_hidden = None if grad_hidden is None else (grad_hidden * grads[0].to(grad_hidden.dtype)).to(hidden_dtype)
+        to_hidden = None if grad_hidden is None else torch.empty_like(grad_hidden, dtype=hidden_dtype)
+        if to_hidden is not None:
+            # in half precision the factor itself would be rounded; by depth, the wide copy is small
+            for depth, grad in zip(to_hidden, grad_hidden, strict=True):
+                depth.copy_(grad.to(torch.promote_types(grad.dtype, torch.float32)) * grads[0])
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
         return to_hidden, to_weight, None, None, None, None, None, None, None, None
 
@@ -180,7 +201,7 @@ def fused_linear_objective(
     `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
     Collectives: over `group`, for each chunk three all-reduces of statistics; once, one of the hidden gradient.
     Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
-    depends neither on k nor on n; `chunk_tokens` overrides it.
+    depends neither on k nor on n, but for at least 16 tokens; `chunk_tokens` overrides it.
     Raises:
         ValueError: as `vocab_parallel_objective`, and target_rows that do not fit.
     """
@@ -213,7 +234,7 @@ def fused_linear_objective(
     labels = check_labels(labels, options, k, n)
     shard = VocabShard.of_columns(weight.shape[0], vocab_size, group, "weight")
     scale = depth_scale(row_scale, options, valid)
-    loss, *fields = _FusedObjective.apply(
+    loss, *values = _FusedObjective.apply(
         draft_hidden,
         weight if weight_requires_grad else weight.detach(),
         None if target_hidden is None else target_hidden.detach(),
@@ -223,7 +244,8 @@ def fused_linear_objective(
         scale,
         options,
         shard,
-        chunk_tokens or _chunk_tokens(k, shard.columns),
+        # by the columns that every rank has, padding included: all must cut alike
+        chunk_tokens or _chunk_tokens(k, len(weight)),
     )  # pyright: ignore[reportGeneralTypeIssues]
-    stats = RowStats(*fields)
+    stats = RowStats(*values)
     return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bebop_megatron.losses.options import Options, check_labels, check_valid, depth_scale
 from bebop_megatron.losses.prefix import anchors, counted
@@ -75,6 +76,7 @@ class _LogitObjective(torch.autograd.Function):
         return loss, *fields
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_loss = grads[0]
         draft_logits, target_logits, labels, valid, scale, *weights = ctx.saved_tensors
@@ -94,7 +96,8 @@ class _LogitObjective(torch.autograd.Function):
             ctx.shard,
         )
         grad = torch.zeros_like(draft_logits)
-        grad[..., : ctx.shard.columns] = torch.where(valid.reshape(-1, 1), direction, 0).view(k, n, -1).to(grad.dtype)
+        direction = direction.masked_fill_(~valid.reshape(-1, 1), 0).view(k, n, ctx.shard.columns)
+        grad[..., : ctx.shard.columns] = direction.to(grad.dtype)
         return grad, None, None, None, None, None, None
 
 
@@ -103,11 +106,10 @@ def _softmaxes(
 ) -> tuple[Any, Any]:
     # rows that are not valid may hold NaN: they become uniform
     drop = ~valid.reshape(-1, 1)
-    blocks = []
     draft = working_logits(draft_logits, options.draft_temperature, options.logit_scale, shard)
-    blocks.append(draft.reshape(-1, shard.columns).masked_fill_(drop, 0))
+    blocks = [draft.reshape(len(drop), shard.columns).masked_fill_(drop, 0)]
     if target_logits is not None:
-        rows = target_logits.reshape(-1, target_logits.shape[-1]).masked_fill(drop, 0)
+        rows = target_logits.reshape(len(drop), target_logits.shape[-1]).masked_fill(drop, 0)
         blocks.append(target_logits_to_rows(rows, options, shard))
     done = softmaxes(blocks, shard)
     return done[0], done[1] if target_logits is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +48,18 @@ class Options:
                 "the end-to-end objective 'tv' is a product over depths and has no per-depth horizon: "
                 "use horizon 'full' or 'partial', or 'tv-step'"
             )
-        for name in ("draft_temperature", "target_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("draft_temperature", "target_temperature", "logit_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 < self.target_top_p <= 1:
             raise ValueError(f"target_top_p must lie in (0, 1], got {self.target_top_p}")
         if self.target_top_k < 0:
             raise ValueError(f"target_top_k must be 0 (off) or positive, got {self.target_top_k}")
+        if self.needs_reverse_kl and (self.target_top_k or self.target_top_p < 1):
+            raise ValueError(
+                "objective 'reverse-kl' is infinite wherever target_top_k or target_top_p leaves a token out: "
+                "use another objective with them"
+            )
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class RowStats:
     log_q_label: Tensor
 
     def view(self, *shape: int) -> RowStats:
-        return RowStats(**{f.name: getattr(self, f.name).view(*shape) for f in fields(self)})
+        return RowStats(**{f.name: getattr(self, f.name).reshape(*shape) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,28 @@ class Softmax:
 
 
 def softmaxes(blocks: Sequence[Tensor], shard: VocabShard) -> list[Softmax]:
-    """Normalise blocks of logits [n_i, columns] in place. Collectives: two all-reduces over the group for each block."""
-    return [_softmax(block, shard) for block in blocks]
+    """Normalise blocks of logits [n_i, columns] in place.
+
+    Collectives: two all-reduces over the group, for all blocks together.
+    """
+    largest = shard.max_and_argmax(blocks)
+    own = [_sums(block, top, column, shard) for block, (top, column) in zip(blocks, largest, strict=True)]
+    totals = shard.sum(torch.cat(own, dim=1)).split([len(block) for block in blocks], dim=1)
+    done = []
+    for block, (_, column), (norm, dot, holders) in zip(blocks, largest, totals, strict=True):
+        log_sum = norm.log()
+        entropy = log_sum - dot / norm
+        done.append(Softmax(block.sub_(log_sum[:, None]), entropy, column, shard.first(column >= 0, holders)))
+    return done
 
 
-def _softmax(logits: Tensor, shard: VocabShard) -> Softmax:
-    top, column = shard.max_and_argmax(logits)
+def _sums(logits: Tensor, top: Tensor, column: Tensor, shard: VocabShard) -> Tensor:
+    """Shift logits by their maximum, in place; sums of e^z and z e^z, and who holds a maximum: [3, n]."""
     shifted = logits.sub_(top[:, None])
     e = shifted.exp()
-    lowest = torch.finfo(shifted.dtype).min
-    dot = (e * shifted.clamp(min=lowest)).sum(-1)
-    sums = shard.sum(torch.stack([e.sum(-1), dot, shard.bit(column >= 0).to(e.dtype)]))
-    log_sum = sums[0].log()
-    return Softmax(
-        shifted.sub_(log_sum[:, None]), log_sum - sums[1] / sums[0], column, shard.first(column >= 0, sums[2])
-    )
+    norm = e.sum(-1)
+    dot = e.mul_(shifted.clamp(min=torch.finfo(shifted.dtype).min)).sum(-1)
+    return torch.stack([norm, dot, shard.bit(column >= 0).to(norm.dtype)])
 
 
 def _pick(log_probs: Tensor, column: Tensor, held: Tensor) -> Tensor:
@@ -76,15 +83,17 @@ def row_stats(
     zero = draft.entropy.new_zeros(n)
     parts = [zero] * 9
     if target is not None:
-        log_q, log_p = draft.log_probs, target.log_probs[rows]
-        q, p = log_q.exp(), log_p.exp()
-        ratio = log_p - log_q
+        # a private copy, written over step by step: few blocks of logits may live at once
+        log_p = target.log_probs[rows]
+        q, p = draft.log_probs.exp(), log_p.exp()
+        parts[4] = torch.where(draft.first, _pick(p, draft.column, draft.first), 0)
         parts[0] = torch.minimum(p, q).sum(-1)
         # ties count as q <= p
         parts[1] = torch.where(q <= p, q, 0).sum(-1)
-        parts[2] = torch.where(p > 0, p * ratio, 0).sum(-1)
-        parts[3] = -torch.where(q > 0, q * ratio, 0).sum(-1)
-        parts[4] = torch.where(draft.first, _pick(log_p, draft.column, draft.first).exp(), 0)
+        ratio = log_p.sub_(draft.log_probs)
+        # 0 log 0 is 0
+        parts[2] = torch.where(p > 0, ratio, 0).mul_(p).sum(-1)
+        parts[3] = -ratio.masked_fill_(q == 0, 0).mul_(q).sum(-1)
         parts[5] = (draft.first & target.first[rows] & (draft.column == target.column[rows])).to(zero.dtype)
     if labels is not None:
         column, held = shard.local(labels)
@@ -119,24 +128,24 @@ def gradient_direction(
     Gradient: ce: q_j - [j = label]; kl: q_j - p_j; reverse-kl: q_j (log(q_j/p_j) - KL(q||p)); tv: -q_j ([q_j <= p_j] - S).
     """
     q = draft.log_probs.exp()
-    log_p = None if target is None else target.log_probs[rows]
+    p = None if target is None else target.log_probs[rows].exp_()
     grad = torch.zeros_like(q)
     for name, weight in coefficients.items():
         w = weight.to(q.dtype)[:, None]
         if name == "ce":
             assert labels is not None
-            grad += w * q
+            grad.addcmul_(w, q)
             column, held = shard.local(labels)
             if q.shape[1]:
                 grad.scatter_add_(1, column[:, None], -torch.where(held[:, None], w, 0))
             continue
-        assert log_p is not None
-        p = log_p.exp()
+        assert target is not None and p is not None
         if name == "kl":
-            grad += w * (q - p)
+            grad.addcmul_(w, q - p)
         elif name == "reverse-kl":
-            ratio = torch.where(q > 0, draft.log_probs - log_p, 0)
-            grad += w * q * (ratio - stats.reverse_kl[:, None])
+            ratio = target.log_probs[rows].neg_().add_(draft.log_probs).masked_fill_(q == 0, 0)
+            grad.addcmul_(w, ratio.sub_(stats.reverse_kl[:, None]).mul_(q))
         else:
-            grad -= w * q * ((q <= p).to(q.dtype) - stats.covered[:, None])
+            accepted = (q <= p).to(q.dtype)
+            grad.addcmul_(w, accepted.sub_(stats.covered[:, None]).mul_(q), value=-1)
     return grad

@@ -24,9 +24,9 @@ def _kth_largest(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
     return local.topk(k, dim=-1).values[:, -1]
 
 
-def _nucleus_threshold(logits: Tensor, top_p: float, shard: VocabShard) -> Tensor:
-    maximum, _ = shard.max_and_argmax(logits)
-    shifted = logits - maximum[:, None].to(logits.dtype)
+def _outside_nucleus(logits: Tensor, top_p: float, shard: VocabShard) -> Tensor:
+    ((maximum, _),) = shard.max_and_argmax([logits])
+    shifted = logits - maximum[:, None]
     weights = shifted.exp()
     total = shard.sum(weights.sum(-1))
     low = torch.full_like(total, -100.0)
@@ -36,7 +36,8 @@ def _nucleus_threshold(logits: Tensor, top_p: float, shard: VocabShard) -> Tenso
         mass = shard.sum(torch.where(shifted >= middle[:, None], weights, 0).sum(-1))
         enough = mass >= top_p * total
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return low + maximum.to(logits.dtype)
+    # the shifted logits decide: low + maximum can round to above the logit that it stands for
+    return shifted < low[:, None]
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float, shard: VocabShard) -> Tensor:
@@ -45,11 +46,11 @@ def filter_logits(logits: Tensor, top_k: int, top_p: float, shard: VocabShard) -
     Equal logits at the edge are kept together.
 
     Shape: logits [n, columns] fp32 or fp64, already divided by the temperature -> the same.
-    Collectives: top-k one all-gather of [n, k]; top-p forty all-reduces of [n]: an option for training runs that are
+    Collectives: top-k one all-gather of [n, k]; top-p forty-two all-reduces of [n]: an option for training runs that are
     served with filters, not a default.
     """
     if top_k and top_k < shard.vocab_size:
         logits = logits.masked_fill(logits < _kth_largest(logits, top_k, shard)[:, None], -torch.inf)
     if top_p < 1:
-        logits = logits.masked_fill(logits < _nucleus_threshold(logits, top_p, shard)[:, None], -torch.inf)
+        logits = logits.masked_fill(_outside_nucleus(logits, top_p, shard), -torch.inf)
     return logits

@@ -44,7 +44,7 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     unless the objective is joint. An objective without a loss leaves Megatron's own.
 
     Raises:
-        ValueError: the config has no MTP layers.
+        ValueError: the config has no MTP layers, or trains the LM head jointly through fused gradient accumulation.
     """
     if objective.loss is None:
         return
@@ -53,6 +53,9 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
             f"--mtp-loss {objective.loss} needs MTP layers, and the model has none: add --mtp-num-layers "
             "(and --mtp-use-repeated-layer for one head applied at every depth)"
         )
+    if objective.joint and config.gradient_accumulation_fusion:
+        # the fused kernel marks the weight as done, and the objective's own gradient would be dropped
+        raise ValueError("--mtp-joint needs --no-gradient-accumulation-fusion: the LM head gets two gradients")
     config.mtp_detach_heads = not objective.joint
     meter = AcceptanceMeter(config.mtp_num_layers)
     attachment = Attachment(objective, vocab_size, meter)

@@ -16,6 +16,7 @@ from bebop_megatron.losses import fused_linear_objective
 from bebop_megatron.mcore.attachment import Attachment, attached
 from bebop_megatron.reduction import StepCounts, local_counts
 
+
 def _whole_sequence(hidden: Tensor, config: Any, tp_group: Any) -> Tensor:
     """Rows of the sequence-parallel ranks put together: [s/tp, b, h] -> [s * b, h]."""
     if config.sequence_parallel:
@@ -24,12 +25,14 @@ def _whole_sequence(hidden: Tensor, config: Any, tp_group: Any) -> Tensor:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _shifted(input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Labels and mask [b, s] from input ids alone; the last position has no label."""
-    mask = torch.ones_like(input_ids, dtype=torch.float32) if mask is None else mask
-    last = torch.zeros_like(mask[:, :1])
-    # RL masks say which *tokens* may be targets, as the ids do: both move together
-    return torch.roll(input_ids, -1, dims=1), torch.cat([mask[:, 1:], last], dim=1)
+def _labels_and_mask(labels: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels and mask [b, s]; without labels (RL-style forward) both come from the ids, the last position has none."""
+    if labels is not None:
+        return labels, torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
+    # such a mask says which *tokens* may be targets, as the ids do: both move together
+    of_tokens = torch.ones_like(input_ids, dtype=torch.float32) if mask is None else mask
+    last = torch.zeros_like(of_tokens[:, :1])
+    return torch.roll(input_ids, -1, dims=1), torch.cat([of_tokens[:, 1:], last], dim=1)
 
 
 def _segments(packed_seq_params: Any, length: int) -> Tensor | None:
@@ -97,20 +100,18 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
                 f"--mtp-loss {attachment.objective.loss} does not support context parallelism yet "
                 f"(--context-parallel-size {cp_group.size()})"
             )
-        if labels is None:
-            assert input_ids is not None
-            labels, loss_mask = _shifted(input_ids, loss_mask)
-        if loss_mask is None:
-            loss_mask = torch.ones_like(labels, dtype=torch.float32)
-
         objective = attachment.objective
-        table = align(loss_mask, depths, _segments(packed_seq_params, labels.shape[1]))
+        assert objective.loss is not None
+        known = labels if input_ids is None else input_ids
+        assert known is not None
+        ids, mask = _labels_and_mask(labels, loss_mask, known)
+        table = align(mask, depths, _segments(packed_seq_params, ids.shape[1]))
         weight = output_layer.weight if output_weight is None else output_weight
         # MuP scales logits by a constant
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
         target = _whole_sequence(backbone.detach(), config, tp_group)
         draft = torch.stack([_whole_sequence(hidden, config, tp_group) for hidden in drafts])
-        counts, replicas = _counts(attachment, table.valid, loss_mask)
+        counts, replicas = _counts(attachment, table.valid, mask)
         out = fused_linear_objective(
             draft,
             target,
@@ -118,7 +119,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             target_rows=table.target_rows,
             kind=objective.loss,
             valid=table.valid,
-            labels=labels.t().reshape(-1)[table.target_rows],
+            labels=ids.t().reshape(-1)[table.target_rows],
             group=tp_group if tp_group is not None and tp_group.size() > 1 else None,
             vocab_size=attachment.vocab_size,
             draft_temperature=objective.temperature,

@@ -1,10 +1,12 @@
 """Rows of a batch do not influence each other, end where they should, and are replaced without a trace.
 
-Catches: a finished row that goes on, a new row that sees the old one's keys, a moved row that loses state, a stop
-token inside accepted drafts that is overlooked, a batch that waits for its slowest row.
+Catches: a finished row that goes on, a new row that sees the old one's keys, a moved row that loses state, a
+stop token inside accepted drafts that is overlooked, a batch that waits for its slowest row.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,12 +86,18 @@ def test_text_ends_with_the_first_stop_token(model, greedy, gamma, batch_size):
 
 
 def test_a_stop_token_among_accepted_drafts_ends_the_text():
-    # the head predicts the target perfectly: every draft of this constant text is accepted
-    model = tiny.build(sharpness=0.2)
-    text = generate(model, DecodeConfig(max_new_tokens=30, seed=5), prompts=tiny.prompts(4)).sequences[0].tokens
-    for stop in set(text):
-        config = DecodeConfig(max_new_tokens=30, seed=5, stop_tokens=(stop,))
-        cut = generate(model, config, prompts=tiny.prompts(4)).sequences[0]
+    # flat distributions: many drafts are accepted
+    model = tiny.build(sharpness=0.1)
+    config = DecodeConfig(max_new_tokens=30, seed=5, record=True)
+    whole = generate(model, config, prompts=tiny.prompts(4))
+    text, records = whole.sequences[0].tokens, whole.records
+    # accepted drafts with another accepted draft behind them, as places in the continuation
+    inner = records.accepted & records.accepted.roll(-1) & (records.step.roll(-1) == records.step + 1)
+    places = [place for place in (records.anchor + records.step + 1 - 4)[inner].tolist() if place < len(text)]
+    stops = {text[place] for place in places if text.index(text[place]) == place}
+    assert len(stops) >= 2
+    for stop in stops:
+        cut = generate(model, replace(config, stop_tokens=(stop,)), prompts=tiny.prompts(4)).sequences[0]
         assert cut.tokens == text[: text.index(stop) + 1]
         assert cut.finish == "stop"
 
@@ -102,7 +110,10 @@ def test_no_text_is_longer_than_asked_for(model, max_new_tokens):
 
 def test_same_seed_same_text_other_seed_other_text(model):
     texts = [
-        [s.tokens for s in generate(model, DecodeConfig(max_new_tokens=12, batch_size=4, seed=seed)).sequences]
+        [
+            s.tokens
+            for s in generate(model, DecodeConfig(max_new_tokens=12, batch_size=4, seed=seed)).sequences
+        ]
         for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -120,17 +131,15 @@ def test_num_tokens_takes_prompts_in_turn_until_there_are_enough(model):
     assert len({tuple(sequence.tokens) for sequence in result.sequences}) > 5
 
 
-def test_rows_are_filled_again_at_once(model):
-    """Ten prompts of which one is ten times as long: three rows need as many iterations as the long one alone."""
-    long = generate(model, DecodeConfig(gamma=0, max_new_tokens=60), prompts=tiny.prompts(3), progress=(a := []).append)
-    assert long.num_tokens == 60
-    stop = int(torch.tensor(long.sequences[0].tokens).mode().values)
+def test_no_row_waits_for_a_longer_one(model):
     told: list[int] = []
-    config = DecodeConfig(gamma=0, max_new_tokens=60, batch_size=2, stop_tokens=(stop,))
-    generate(model, config, prompts=tiny.prompts(*[3] * 20), progress=told.append)
-    assert len(a) == 59
-    increases = [b - a for a, b in zip(told, told[1:], strict=False)]
-    assert sum(step >= 2 for step in increases) > 0.8 * len(increases) - 60
+    config = DecodeConfig(gamma=0, max_new_tokens=60, batch_size=2, stop_tokens=(0, 1, 2))
+    result = generate(model, config, prompts=tiny.prompts(*[3] * 20), progress=told.append)
+    # the first token comes from the prompt
+    lengths = [len(sequence.tokens) - 1 for sequence in result.sequences]
+    pair_by_pair = sum(max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True))
+    assert len(told) <= sum(lengths) / 2 + max(lengths) / 2
+    assert len(told) < 0.9 * pair_by_pair
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Cached decoding equals the full forward pass, for every kind of attention, and leaves the model as it was.
 
-Catches: a rotary position taken from the column instead of the row, keys of rejected drafts that stay visible, a
-row that reads another's cache, a prefill chunk that misses earlier chunks, unwritten slots that leak, a model
-that trains differently after it was decoded.
+Catches: a rotary position taken from the column instead of the row, keys of rejected drafts that stay
+visible, a row that reads another's cache, a prefill chunk that misses earlier chunks, unwritten slots that
+leak, a model that trains differently after it was decoded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Every draft step has the distribution that a slow recomputation gives, at ragged positions.
 
-The reference keeps no cache: it lays out anchors and chain steps as one dense sequence under an explicit mask.
-Catches: a rotary position off by one, chain keys of an earlier verification that stay visible, keys of depth 1
-missing for accepted tokens, a hidden state from the wrong column, the wrong layer or norm, filters that q lacks.
+The reference keeps no cache: it lays out anchors and chain steps as one dense sequence under an explicit
+mask. Catches: a rotary position off by one, chain keys of an earlier verification that stay visible, keys of
+depth 1 missing for accepted tokens, a hidden state from the wrong column, the wrong layer or norm, filters
+that q lacks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ MODELS = {"rope": {}, "learned-positions": {"position": "learned_absolute"}, "ti
 
 
 @pytest.mark.parametrize(
-    ("attention", "kind"), [("chain", "rope"), ("first-depth", "rope"), *(("chain", k) for k in MODELS if k != "rope")]
+    ("attention", "kind"),
+    [("chain", "rope"), ("first-depth", "rope"), *(("chain", k) for k in MODELS if k != "rope")],
 )
 def test_draft_and_target_distributions_equal_a_recomputation(seen, attention, kind):
     # flat distributions, so that rows accept different numbers of drafts

@@ -1,4 +1,4 @@
-"""Tiny Megatron models for decoding, and the slow way to compute what decoding computes: full forward passes."""
+"""Tiny Megatron models for decoding, and the slow way to compute what decoding does: full forward passes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,11 @@ def build(
         spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
     else:
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
-    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused_norms) if config.mtp_num_layers else None
+    mtp = (
+        get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused_norms)
+        if config.mtp_num_layers
+        else None
+    )
     model = GPTModel(
         config,
         spec,

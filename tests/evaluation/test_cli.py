@@ -1,0 +1,227 @@
+"""The evaluation command as a user runs it.
+
+Catches: an architecture flag that Megatron forgets to take from the checkpoint, a checkpoint that needs its
+training layout or torchrun, a head that was never loaded, errors that come late or without the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+
+from bebop_megatron.evaluation.__main__ import _configs, _parser, _vocabulary, main
+from bebop_megatron.evaluation.loading import LoadedModel
+from bebop_megatron.evaluation.prompts import read_prompts
+from bebop_megatron.evaluation.results import load_rows
+from tests.evaluation import tiny
+from tests.launch import ROOT, pretrain
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
+    lines = [json.dumps({"tokens": tokens}) for tokens in tiny.prompts(9, 3, 12, 5, 7, 4)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A few steps of training with settings that Megatron's own `--use-checkpoint-args` leaves out."""
+    root = tmp_path_factory.mktemp("checkpoint")
+    flags = ["--mtp-loss", "kl", "--norm-epsilon", "1e-3", "--rotary-base", "5000", "--lr", "3e-2"]
+    done = pretrain(*flags, "--train-iters", "12", "--save", str(root), "--save-interval", "12")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return str(root)
+
+
+def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "bebop_megatron.evaluation", *arguments]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment, check=False)
+
+
+@on_cpu
+@pytest.mark.dist
+def test_two_rules_and_the_baseline_in_table_and_json(checkpoint, prompts, tmp_path):
+    output = tmp_path / "deep" / "tv.json"
+    done = run(
+        *("--load", checkpoint, "--prompts", prompts, "--prompt-tokens", "6", "--max-new-tokens", "20"),
+        *("--rule", "rejection", "--rule", "target-only", "--gamma", "3", "--temperature", "0.8"),
+        *("--num-tokens", "360", "--batch-size", "4", "--rounds", "2", "--label", "kl", "--output", str(output)),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "target-only" in done.stdout
+    # Megatron's hundreds of lines stay out of it
+    assert len(done.stdout.splitlines()) < 15
+    rows = load_rows(output)
+    assert [(row.loss, row.rule, row.gamma, row.data) for row in rows] == [
+        ("kl", "rejection", 3, "ids"),
+        ("kl", "target-only", 3, "ids"),
+    ]
+    for row in rows:
+        assert row.num_tokens == 360
+        assert 0 < row.accept_rate < 1
+        assert row.accept_length == pytest.approx(1 + 3 * row.accept_rate)
+        assert len(row.accept_rate_per_step) == 3
+        assert 1 <= row.tokens_per_verification <= row.accept_length
+        assert row.tokens_per_second > 0
+        assert row.baseline_tokens_per_second > 0
+        assert "gpu" not in row.environment
+    assert rows[0].baseline_tokens_per_second == rows[1].baseline_tokens_per_second
+
+
+@on_cpu
+@pytest.mark.dist
+def test_tensor_parallel_processes_measure_what_one_process_does(checkpoint, prompts, tmp_path):
+    common = ["--load", checkpoint, "--prompts", prompts, "--max-new-tokens", "20", "--temperature", "0"]
+    common += ["--no-baseline", "--rounds", "1", "--quiet"]
+    rates = []
+    for processes in (1, 2):
+        output = tmp_path / f"{processes}.json"
+        done = run(*common, "--output", str(output), processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert not done.stdout.strip()
+        (row,) = load_rows(output)
+        assert row.baseline_tokens_per_second is None
+        rates.append((row.accept_rate_per_step, row.num_verifications, row.num_tokens))
+    assert rates[0] == rates[1]
+
+
+@on_cpu
+@pytest.mark.dist
+def test_loaded_model_is_the_trained_one(checkpoint):
+    code = (
+        "import sys; from bebop_megatron.evaluation.loading import load_model\n"
+        "loaded = load_model(sys.argv[1]); model, config = loaded.model, loaded.model.config\n"
+        "from tests.test_pretrain import tensors\n"
+        "saved = tensors(sys.argv[1])\n"
+        "assert (config.layernorm_epsilon, config.qk_layernorm, model.rotary_base) == (1e-3, True, 5000)\n"
+        "assert (loaded.args.vocab_size, loaded.padded_vocab_size, loaded.vocab_padding) == (95, 128, 128)\n"
+        "import torch\n"
+        "own = dict(model.named_parameters())\n"
+        "assert torch.equal(own['mtp.layers.0.eh_proj.weight'], saved['mtp.layers.0.eh_proj.weight'])\n"
+        "assert torch.equal(own['output_layer.weight'], saved['output_layer.weight'])\n"
+        "assert not model.training\n"
+        "print('ok')\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, checkpoint]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]
+
+
+@on_cpu
+@pytest.mark.dist
+def test_checkpoint_without_a_head_or_with_too_few_positions_is_refused(checkpoint, prompts, tmp_path):
+    done = run("--load", checkpoint, "--prompts", prompts, "--max-new-tokens", "60")
+    assert done.returncode != 0
+    assert "error: a prompt of 12 tokens and max_new_tokens=60" in done.stderr
+    done = pretrain("--train-iters", "1", "--save", str(tmp_path), "--save-interval", "1", "--mtp-num-layers", "0")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "has no MTP weights" in failure("--load", str(tmp_path), "--prompts", prompts)
+
+
+def failure(*arguments: str) -> str:
+    """The one line that the command ends with, run in this process: nothing may have been built yet."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert "RANK" not in os.environ
+    assert str(stop.value).startswith("error: ")
+    return str(stop.value)
+
+
+def test_what_is_no_checkpoint_is_refused(prompts, tmp_path):
+    assert "has no latest_checkpointed_iteration.txt" in failure("--load", "/nowhere", "--prompts", prompts)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "iter_0000007 does not exist" in failure("--load", str(tmp_path), "--prompts", prompts)
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ('{"text": 1}\n', "x.jsonl", 'line 1 has neither "prompt" or "text"'),
+        ('{"tokens": [1]}\n{"tokens": [1,\n', "x.jsonl", "line 2 is not JSON"),
+        ('{"tokens": [1, "2"]}\n', "x.jsonl", "line 1 has neither"),
+        ("[1, 2]\n", "x.jsonl", "line 1 has neither"),
+        ('\n{"text": "a"}\n', "x.jsonl", "line 2 is text: add --tokenizer"),
+        ("hello\n", "x.txt", "line 1 is text: add --tokenizer"),
+        ("\n \n", "x.txt", "holds no prompts"),
+    ],
+)
+def test_bad_prompts_are_named_by_line(tmp_path, content, name, message):
+    (tmp_path / name).write_text(content)
+    assert message in failure("--load", "/nowhere", "--prompts", str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gamma", "0"], "--gamma must be at least 1"),
+        (["--top-p", "0"], "top_p must lie in"),
+        (["--batch-size", "0"], "batch_size must be at least 1"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--num-tokens", "0"], "--num-tokens must be at least 1"),
+        (["--prompts", "/nowhere.jsonl"], "no such file"),
+        (["--tokenizer", "/no/where"], "no such folder"),
+    ],
+)
+def test_bad_flags_end_with_one_clear_line(prompts, flags, message):
+    assert message in failure("--load", "/nowhere", "--prompts", prompts, *flags)
+
+
+def test_rules_may_be_repeated_or_listed_and_count_once():
+    for flags in (["--rule", "target-only", "rejection"], ["--rule", "target-only", "--rule", "rejection"]):
+        options = _parser().parse_args(["--load", "x", "--prompts", "y", *flags, "--rule", "rejection"])
+        assert [config.rule for config in _configs(options, ())] == ["target-only", "rejection"]
+    (default,) = _configs(_parser().parse_args(["--load", "x", "--prompts", "y"]), (3,))
+    assert (default.rule, default.stop_tokens) == ("rejection", (3,))
+
+
+class _Words:
+    """A tokenizer of words by length; `start` goes in front of every text, as some tokenizers do."""
+
+    bos_token_id = 1
+
+    def __init__(self, start: bool) -> None:
+        self.start = start
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+        start = [1] if self.start and add_special_tokens else []
+        return {"input_ids": start + [len(word) if word != "<s>" else 1 for word in text.split()]}
+
+    def __len__(self) -> int:
+        return 100
+
+
+def test_prompts_are_encoded_as_training_data_is(tmp_path):
+    path = tmp_path / "x.jsonl"
+    records = [{"prompt": "aa bbb", "completion": "c"}, {"text": "<s> aa bbb"}, {"tokens": [7, 8, 9, 10]}, {"text": ""}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    assert read_prompts(str(path), _Words(start=True)) == [[1, 2, 3], [1, 2, 3], [7, 8, 9, 10]]
+    assert read_prompts(str(path), _Words(start=False), 2) == [[2, 3], [1, 2], [7, 8]]
+    # one prompt per line, whatever else counts as the end of a line in Unicode
+    (tmp_path / "x.txt").write_text("aa bbb\u2028cccc\n\nd\n", encoding="utf-8")
+    assert read_prompts(str(tmp_path / "x.txt"), _Words(start=False)) == [[2, 3, 4], [1]]
+
+
+def test_tokenizer_of_another_size_is_noticed():
+    options = Namespace(tokenizer="t")
+
+    def vocabulary(columns: int, tokenizer: object) -> int:
+        return _vocabulary(LoadedModel(None, Namespace(vocab_size=95), columns, 16), tokenizer, options)
+
+    assert vocabulary(112, _Words(False)) == 100
+    assert vocabulary(112, None) == 95
+    with pytest.raises(ValueError, match="has 100 tokens, but the checkpoint's vocabulary has 96 columns"):
+        vocabulary(96, _Words(False))
+    with pytest.warns(UserWarning, match="is it the right one"):
+        vocabulary(128, _Words(False))
