@@ -1,0 +1,98 @@
+"""README says what the code does. Catches a renamed flag, a forgotten objective, a command that no longer parses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bebop_megatron.losses import OBJECTIVES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def table(title):
+    """First cells of the rows of the table below a heading."""
+    section = README.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `(--)?([a-z-]+)[^`]*` \|", section, flags=re.M)
+
+
+def commands(pattern):
+    """Shell commands in README's bash blocks, continuation lines joined, that match a pattern."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines if re.search(pattern, line)]
+
+
+def test_objective_table_is_the_registry():
+    assert [name for dashes, name in table("Objectives") if not dashes] == list(OBJECTIVES)
+
+
+def test_flag_table_is_our_parser():
+    from bebop_megatron.mcore.arguments import add_mtp_arguments
+
+    parser = add_mtp_arguments(argparse.ArgumentParser(add_help=False))
+    ours = {option for action in parser._actions for option in action.option_strings}
+    assert {f"--{name}" for _, name in table("Add it to your launch")} == ours
+    # the launch diff uses only flags that we or Megatron have
+    diff = re.search(r"```diff\n(.*?)```", README, flags=re.S)
+    assert diff
+    assert set(re.findall(r"--mtp-(?:loss|freeze)[a-z-]*", diff[1])) <= ours
+
+
+@pytest.mark.parametrize("command", commands("^make "))
+def test_make_targets_exist(command):
+    done = subprocess.run(["make", "-n", command.split()[1]], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_demo_and_the_commands_below_it_run(tmp_path):
+    """The whole story in miniature: the script behind `make demo`, then README's other commands on what it left."""
+    out = tmp_path / "demo"
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OUT": str(out),
+        "BACKBONE_STEPS": "12",
+        "HEAD_STEPS": "3",
+        "EVAL_TOKENS": "150",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = ["bash", str(ROOT / "examples/quickstart_cpu.sh")]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    summary = json.loads((out / "summary.json").read_text())
+    assert {(r["loss"], r["rule"]) for r in summary["results"]} == {
+        (loss, rule) for loss in ("ce", "kl", "tv") for rule in ("rejection", "target-only")
+    }
+    assert all(r["num_tokens"] >= 150 and r["gamma"] == 3 for r in summary["results"])
+    assert summary["baseline_tokens_per_second"] or all(r["baseline_tokens_per_second"] for r in summary["results"])
+    assert (out / "acceptance.png").stat().st_size > 5000
+    assert "accept" in (out / "report.md").read_text()
+
+    # a second run repeats nothing
+    checkpoints = {p: p.stat().st_mtime_ns for p in out.rglob("*.distcp")}
+    again = subprocess.run(script, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*.distcp")} == checkpoints
+
+    for command in commands("^python -m"):
+        words = command.replace("runs/demo", str(out)).replace("runs/eval", str(tmp_path / "eval")).split()
+        words = [sys.executable if w == "python" else "100" if w == "6000" else w for w in words]
+        if "build" in words or "tokenizer" in words:
+            # its output is there: a run must say so rather than overwrite
+            again = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+            assert again.returncode != 0, command
+            assert "overwrite" in again.stderr, again.stderr[-2000:]
+            words.append("--overwrite")
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
