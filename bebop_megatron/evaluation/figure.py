@@ -92,9 +92,7 @@ def _curves(axis: Any, rows: list[EvaluationRow], rule: str, styles: dict[str, t
     for row in rows:
         color, marker = styles[row.loss]
         steps = range(1, row.gamma + 1)
-        axis.plot(
-            steps, [100 * rate for rate in row.accept_rate_per_step], color=color, marker=marker, markersize=5
-        )
+        axis.plot(steps, [100 * rate for rate in row.accept_rate_per_step], color=color, marker=marker, markersize=5)
         axis.set_xticks(steps)
     highest = max((rate for row in rows for rate in row.accept_rate_per_step), default=0.0)
     axis.set_ylim(0, 108 * highest or 1)

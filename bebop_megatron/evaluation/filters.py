@@ -55,9 +55,7 @@ def _kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     # stable: of equal logits the lower id comes first on every device
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     if top_k > 0:
-        ordered = ordered.masked_fill(
-            torch.arange(ordered.shape[-1], device=logits.device) >= top_k, -torch.inf
-        )
+        ordered = ordered.masked_fill(torch.arange(ordered.shape[-1], device=logits.device) >= top_k, -torch.inf)
     keep = ordered > -torch.inf
     if top_p < 1:
         # float64: float32 loses whole tokens when it adds up a vocabulary

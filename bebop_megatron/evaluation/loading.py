@@ -161,9 +161,7 @@ def load_model(path: str, *, with_mtp: bool = True) -> LoadedModel:
         from bebop_megatron.mcore.checkpoints import has_mtp_weights
 
         if with_mtp and not has_mtp_weights(path):
-            raise ValueError(
-                f"the checkpoint {path} has no MTP weights (no tensor is named mtp.*): nothing can draft"
-            )
+            raise ValueError(f"the checkpoint {path} has no MTP weights (no tensor is named mtp.*): nothing can draft")
         if not torch.cuda.is_available():
             enter()
     _environment()

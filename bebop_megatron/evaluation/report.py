@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bebop_megatron.evaluation.figure import plot_acceptance
@@ -55,10 +56,7 @@ def table(rows: Sequence[EvaluationRow]) -> tuple[list[str], list[list[str]]]:
         [
             row.loss,
             row.rule,
-            *(
-                f"{value:g}" if isinstance(value, float) else str(value)
-                for value in map(row.setting.get, differing)
-            ),
+            *(f"{value:g}" if isinstance(value, float) else str(value) for value in map(row.setting.get, differing)),
             percent(row.accept_rate, row.accept_rate_stderr),
             f"{row.accept_length:.2f}",
             " ".join(percent(rate) for rate in row.accept_rate_per_step),
@@ -138,9 +136,7 @@ def readings(rows: Sequence[EvaluationRow]) -> list[str]:
             pair = {row.loss: row for row in of_rule}
             if {"tv", "ce"} <= pair.keys():
                 gap, stderr = difference(pair["tv"], pair["ce"])
-                out.append(
-                    f"{rule}{where}: tv - ce = {percent(gap, stderr)} points: {_verdict(gap, stderr)}."
-                )
+                out.append(f"{rule}{where}: tv - ce = {percent(gap, stderr)} points: {_verdict(gap, stderr)}.")
     return out
 
 
@@ -183,19 +179,16 @@ def write_markdown(
         partial.write_text("\n".join(lines))
 
 
-def _common_baseline(rows: Sequence[EvaluationRow]) -> float | None:
-    values = {row.baseline_tokens_per_second for row in rows}
-    return values.pop() if len(values) == 1 else None
+def _baseline(rows: Sequence[EvaluationRow]) -> float | None:
+    """Speed without drafts: no head takes part in it, so files of one setting measured the same thing; their median."""
+    measured = {row.baseline_tokens_per_second for row in rows if row.baseline_tokens_per_second is not None}
+    return median(measured) if measured and len(by_setting(rows)) == 1 else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Merge evaluation files into one report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bebop_megatron.evaluation.report", description=main.__doc__
-    )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="JSON", help="files written by an evaluation"
-    )
+    parser = argparse.ArgumentParser(prog="python -m bebop_megatron.evaluation.report", description=main.__doc__)
+    parser.add_argument("--input", nargs="+", required=True, metavar="JSON", help="files written by an evaluation")
     parser.add_argument("--output", required=True, metavar="DIR", help="where the report goes")
     options = parser.parse_args(argv)
     try:
@@ -206,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not rows:
         parser.error("the input files hold no results")
     output = Path(options.output)
-    payload = summary_payload(rows, _common_baseline(rows))
+    payload = summary_payload(rows, _baseline(rows))
     write_json(output / "summary.json", payload)
     plot_acceptance(rows, output / "acceptance.png")
     write_markdown(rows, output / "report.md", environment=payload["environment"], figure="acceptance.png")

@@ -104,9 +104,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def summary_payload(
-    rows: Sequence[EvaluationRow], baseline_tokens_per_second: float | None
-) -> dict[str, Any]:
+def summary_payload(rows: Sequence[EvaluationRow], baseline_tokens_per_second: float | None) -> dict[str, Any]:
     """What goes into the JSON file; `environment` holds lists where rows were measured in different ones."""
     shared: dict[str, Any] = {}
     seen = [row.environment for row in rows if row.environment is not None] or [environment()]

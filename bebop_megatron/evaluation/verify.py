@@ -64,9 +64,7 @@ def verify(
     step = torch.arange(gamma, device=target_probs.device)
     drafted = (step < num_drafts[:, None]) if num_drafts is not None else step.expand(b, gamma) >= 0
     if validate:
-        _check_values(
-            target_probs, draft_probs if rule == "rejection" else None, draft_tokens, drafted, num_drafts
-        )
+        _check_values(target_probs, draft_probs if rule == "rejection" else None, draft_tokens, drafted, num_drafts)
     p, q = _common_precision(target_probs, draft_probs if rule == "rejection" else None)
     # ids past num_drafts may be padding
     y = torch.where(drafted, draft_tokens, 0).long()
@@ -105,9 +103,7 @@ def _acceptance(p: Tensor, q: Tensor | None, y: Tensor) -> tuple[Tensor, Tensor]
     return accept_prob, torch.minimum(p, q).sum(2).clamp(max=1)
 
 
-def _following_weights(
-    p: Tensor, q: Tensor | None, y: Tensor, num_accepted: Tensor, drafted: Tensor
-) -> Tensor:
+def _following_weights(p: Tensor, q: Tensor | None, y: Tensor, num_accepted: Tensor, drafted: Tensor) -> Tensor:
     """What the token after the accepted drafts is drawn from: the residual, or the target itself.
 
     Shape: p [b, gamma + 1, v], q [b, gamma, v], num_accepted [b], drafted [b, gamma] -> [b, v] float64.
@@ -158,9 +154,7 @@ def _check_shapes(
         )
     if rule == "rejection":
         if draft_probs is None:
-            raise ValueError(
-                "the rejection rule needs draft_probs, the distributions that the drafts were drawn from"
-            )
+            raise ValueError("the rejection rule needs draft_probs, the distributions that the drafts were drawn from")
         if draft_probs.shape != (b, gamma, v):
             raise ValueError(f"draft_probs must be [{b}, {gamma}, {v}], got {list(draft_probs.shape)}")
     if num_drafts is not None and num_drafts.shape != (b,):

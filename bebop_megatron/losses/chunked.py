@@ -163,8 +163,9 @@ class _FusedObjective(torch.autograd.Function):
         to_hidden = None if grad_hidden is None else torch.empty_like(grad_hidden, dtype=hidden_dtype)
         if to_hidden is not None:
             # in half precision the factor itself would be rounded; by depth, the wide copy is small
-            for depth, grad in zip(to_hidden, grad_hidden, strict=True):
-                depth.copy_(grad.to(torch.promote_types(grad.dtype, torch.float32)) * grads[0])
+            for depth in range(len(to_hidden)):
+                wide = grad_hidden[depth].to(torch.promote_types(grad_hidden.dtype, torch.float32))
+                to_hidden[depth] = wide * grads[0]
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
         return to_hidden, to_weight, None, None, None, None, None, None, None, None
 
@@ -196,9 +197,10 @@ def fused_linear_objective(
     """Project to the vocabulary and apply `vocab_parallel_objective`, chunk by chunk, gradient included.
 
     Shape: draft_hidden [k, n, h], target_hidden [m, h] (None is allowed for `ce`, which then has no acceptance
-    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden; the rest as in `vocab_parallel_objective`.
-    Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every rank of
-    `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
+    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden; the rest as in
+    `vocab_parallel_objective`.
+    Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every
+    rank of `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
     Collectives: over `group`, for each chunk three all-reduces of statistics; once, one of the hidden gradient.
     Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
     depends neither on k nor on n, but for at least 16 tokens; `chunk_tokens` overrides it.
@@ -221,7 +223,9 @@ def fused_linear_objective(
         raise ValueError(f"draft_hidden must be [k, n, h] with k at least 1, got {list(draft_hidden.shape)}")
     k, n, h = draft_hidden.shape
     if weight.dim() != 2 or weight.shape[1] != h:
-        raise ValueError(f"weight must be [v/tp, {h}] for draft_hidden {list(draft_hidden.shape)}, got {list(weight.shape)}")
+        raise ValueError(
+            f"weight must be [v/tp, {h}] for draft_hidden {list(draft_hidden.shape)}, got {list(weight.shape)}"
+        )
     if target_hidden is None and options.needs_target:
         raise ValueError(f"objective {kind!r} compares with the target: target_hidden may be None only for 'ce'")
     if target_hidden is not None and (target_hidden.dim() != 2 or target_hidden.shape[1] != h):

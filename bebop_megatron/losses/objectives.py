@@ -44,9 +44,7 @@ def target_logits_to_rows(logits: Tensor, options: Options, shard: VocabShard) -
 
 def only_valid(stats: RowStats, valid: Tensor) -> RowStats:
     """Statistics with 0 (False) at entries that are not valid, whatever was computed there."""
-    return RowStats(
-        **{name: torch.where(valid, value, torch.zeros_like(value)) for name, value in vars(stats).items()}
-    )
+    return RowStats(**{name: torch.where(valid, value, torch.zeros_like(value)) for name, value in vars(stats).items()})
 
 
 class _LogitObjective(torch.autograd.Function):
@@ -140,8 +138,8 @@ def vocab_parallel_objective(
     Shape: draft_logits, target_logits [k, n, v/tp] (targets aligned per depth; None is allowed for `ce`), valid [k, n]
     bool, labels [k, n] int64 global ids (for `ce`; anything where not valid), row_scale [k] (with reduction `sum`: a
     factor on each depth's sum, equal entries for `tv`) -> see `ObjectiveOutput`.
-    Gradient: closed form, to draft_logits only (table in `registry.py`; end-to-end weights in `prefix.py`). The target is
-    detached. Columns from `vocab_size` on are padding: probability and gradient 0.
+    Gradient: closed form, to draft_logits only (table in `registry.py`; end-to-end weights in `prefix.py`). The target
+    is detached. Columns from `vocab_size` on are padding: probability and gradient 0.
     Collectives: over `group`: forward three all-reduces (max, sum, statistics), backward two. The vocabulary is never
     gathered.
     Memory: the inputs, and one float for each row and direction.

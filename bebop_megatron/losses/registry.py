@@ -98,7 +98,9 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "tv": Objective("end-to-end total variation: 1 - mean accepted prefix", "-w_i q_j ([q_j <= p_j] - S)", _end_to_end),
     "lk": Objective("-log alpha_i: does not vanish for a cold head", "tv-step's / alpha_i", _log),
-    "lk-hybrid": Objective("KL while alpha is small, total variation after", "lambda kl's + (1 - lambda) tv-step's", _hybrid),
+    "lk-hybrid": Objective(
+        "KL while alpha is small, total variation after", "lambda kl's + (1 - lambda) tv-step's", _hybrid
+    ),
 }
 
 

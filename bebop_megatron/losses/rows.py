@@ -13,7 +13,9 @@ from bebop_megatron.losses.shard import VocabShard
 
 @dataclass(frozen=True)
 class RowStats:
-    """Statistics of each row: alpha = sum min(p, q), `covered` = sum q [q <= p] (S), divergences and entropies in nats."""
+    """Statistics of each row: alpha = sum min(p, q), `covered` = sum q [q <= p] (S), divergences and entropies in
+    nats.
+    """
 
     alpha: Tensor
     covered: Tensor
@@ -32,7 +34,9 @@ class RowStats:
 
 @dataclass(frozen=True)
 class Softmax:
-    """Shape: log_probs [n, columns], entropy [n], column [n] (first largest on this rank, -1 if not here), first [n]."""
+    """Shape: log_probs [n, columns], entropy [n], column [n] (first largest on this rank, -1 if not here), first [n]
+    (whether this rank is the first that holds a largest).
+    """
 
     log_probs: Tensor
     entropy: Tensor
@@ -125,7 +129,8 @@ def gradient_direction(
 ) -> Tensor:
     """Sum of the row directions `ce`, `kl`, `reverse-kl` and `tv`, each times its coefficient [n] -> [n, columns].
 
-    Gradient: ce: q_j - [j = label]; kl: q_j - p_j; reverse-kl: q_j (log(q_j/p_j) - KL(q||p)); tv: -q_j ([q_j <= p_j] - S).
+    Gradient: ce: q_j - [j = label]; kl: q_j - p_j; reverse-kl: q_j (log(q_j/p_j) - KL(q||p)); tv:
+    -q_j ([q_j <= p_j] - S).
     """
     q = draft.log_probs.exp()
     p = None if target is None else target.log_probs[rows].exp_()
@@ -139,7 +144,8 @@ def gradient_direction(
             if q.shape[1]:
                 grad.scatter_add_(1, column[:, None], -torch.where(held[:, None], w, 0))
             continue
-        assert target is not None and p is not None
+        assert target is not None
+        assert p is not None
         if name == "kl":
             grad.addcmul_(w, q - p)
         elif name == "reverse-kl":

@@ -32,8 +32,8 @@ class VocabShard:
         vocab_size = columns * world if vocab_size is None else vocab_size
         if not 0 < vocab_size <= columns * world:
             raise ValueError(
-                f"{name} has {columns:,} columns on rank {rank} of {world}, {columns * world:,} in all, but vocab_size is "
-                f"{vocab_size:,}. If the LM head is sharded, pass group; if it is padded, vocab_size is the true size"
+                f"{name} has {columns:,} columns on rank {rank} of {world}, {columns * world:,} in all, but vocab_size "
+                f"is {vocab_size:,}. If the LM head is sharded, pass group; if it is padded, vocab_size is the true size"
             )
         start = min(rank * columns, vocab_size)
         return cls(start, min(start + columns, vocab_size), vocab_size, group if world > 1 else None)
@@ -61,16 +61,14 @@ class VocabShard:
         return values
 
     def max_and_argmax(self, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """For each block of logits [n_i, columns] the maximum over the vocabulary [n_i] and its first local column [n_i],
-        -1 where another rank's is larger.
+        """For each block of logits [n_i, columns] the maximum over the vocabulary [n_i] and its first local column
+        [n_i], -1 where another rank's is larger.
 
         Collectives: one all-reduce over `group`, for all blocks together.
         """
         own = [self._own_max(logits) for logits in blocks]
         tops = self.maximum(torch.cat([value for value, _ in own])).split([len(value) for value, _ in own])
-        return [
-            (top, torch.where(value == top, column, -1)) for top, (value, column) in zip(tops, own, strict=True)
-        ]
+        return [(top, torch.where(value == top, column, -1)) for top, (value, column) in zip(tops, own, strict=True)]
 
     def _own_max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.columns:

@@ -46,7 +46,7 @@ def filter_logits(logits: Tensor, top_k: int, top_p: float, shard: VocabShard) -
     Equal logits at the edge are kept together.
 
     Shape: logits [n, columns] fp32 or fp64, already divided by the temperature -> the same.
-    Collectives: top-k one all-gather of [n, k]; top-p forty-two all-reduces of [n]: an option for training runs that are
+    Collectives: top-k one all-gather of [n, k]; top-p forty-two all-reduces of [n]: an option for runs that are
     served with filters, not a default.
     """
     if top_k and top_k < shard.vocab_size:

@@ -57,9 +57,7 @@ def _get_batch(data_iterator: Any, config: Any, vp_stage: int | None) -> list[Te
         is_pipeline_first_stage=first,
         is_pipeline_last_stage=last,
     )
-    batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
-    )
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return [batch.get(key) for key in _KEYS]
 
 

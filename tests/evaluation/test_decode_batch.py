@@ -71,9 +71,7 @@ def test_greedy_text_is_that_of_full_forward_passes(model, greedy, rule, gamma, 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_text_ends_with_the_first_stop_token(model, greedy, gamma, batch_size):
     stop = (greedy[0][6], greedy[3][2])
-    config = DecodeConfig(
-        gamma=gamma, temperature=0, max_new_tokens=20, batch_size=batch_size, stop_tokens=stop
-    )
+    config = DecodeConfig(gamma=gamma, temperature=0, max_new_tokens=20, batch_size=batch_size, stop_tokens=stop)
     result = generate(model, config)
     lengths = set()
     for sequence, full in zip(result.sequences, greedy, strict=True):
@@ -110,10 +108,7 @@ def test_no_text_is_longer_than_asked_for(model, max_new_tokens):
 
 def test_same_seed_same_text_other_seed_other_text(model):
     texts = [
-        [
-            s.tokens
-            for s in generate(model, DecodeConfig(max_new_tokens=12, batch_size=4, seed=seed)).sequences
-        ]
+        [s.tokens for s in generate(model, DecodeConfig(max_new_tokens=12, batch_size=4, seed=seed)).sequences]
         for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]

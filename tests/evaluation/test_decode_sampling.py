@@ -76,9 +76,7 @@ def test_sampled_text_is_distributed_as_the_targets_own(small, rule, filters):
 def test_the_test_notices_a_wrong_draft_distribution(small, monkeypatch):
     def wrong(target_probs, draft_probs, *args, **kwargs):
         # as if the temperature of the drafts had been forgotten
-        return verify(
-            target_probs, draft_probs.pow(0.7) / draft_probs.pow(0.7).sum(-1, True), *args, **kwargs
-        )
+        return verify(target_probs, draft_probs.pow(0.7) / draft_probs.pow(0.7).sum(-1, True), *args, **kwargs)
 
     monkeypatch.setattr(decode, "verify", wrong)
     assert _surprise(small, _config("rejection")) > 6

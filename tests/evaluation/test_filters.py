@@ -74,9 +74,7 @@ def test_ties_are_kept_in_the_order_of_their_ids():
 def test_filters_of_more_than_the_vocabulary_change_nothing():
     logits = torch.randn(2, 5)
     assert torch.equal(filtered_probs(logits, 1.0, top_k=99), filtered_probs(logits, 1.0))
-    assert torch.equal(
-        filtered_probs(logits, 1.0, top_k=99, top_p=1.0, vocab_size=5), filtered_probs(logits, 1.0)
-    )
+    assert torch.equal(filtered_probs(logits, 1.0, top_k=99, top_p=1.0, vocab_size=5), filtered_probs(logits, 1.0))
 
 
 def test_the_logits_are_left_alone():

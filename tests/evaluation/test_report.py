@@ -204,9 +204,7 @@ def test_reading_names_the_best_and_whether_it_can_be_told():
     ]
 
 
-@pytest.mark.parametrize(
-    ("gap", "verdict"), [(0.0180, "more than two"), (0.0165, "within two"), (0.0, "within two")]
-)
+@pytest.mark.parametrize(("gap", "verdict"), [(0.0180, "more than two"), (0.0165, "within two"), (0.0, "within two")])
 def test_two_standard_errors_of_the_difference_decide(gap, verdict):
     """Each row's error is 0.6 points, so the difference's is 0.85: two of the row's own would not do."""
     (best, *_) = readings([make_row("kl", rate=0.4), make_row("tv", rate=0.4 + gap)])
@@ -293,13 +291,15 @@ def test_several_files_become_one_report(tmp_path, capsys):
     assert load_rows(tmp_path / "again" / "summary.json") == ROWS
 
 
-def test_a_merge_of_unequal_baselines_keeps_each_and_claims_none(tmp_path):
-    for name, baseline in (("a", 40.0), ("b", 20.0)):
-        row = make_row(name, baseline_tokens_per_second=baseline)
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 30.0), (0.5, None)])
+def test_a_merge_takes_the_median_baseline_of_one_setting_and_claims_none_for_several(tmp_path, temperature, expected):
+    for name, baseline, at in (("a", 40.0, 1.0), ("b", 20.0, temperature)):
+        row = make_row(name, baseline_tokens_per_second=baseline, temperature=at)
         write_json(tmp_path / f"{name}.json", summary_payload([row], baseline))
     main(["--input", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--output", str(tmp_path)])
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["baseline_tokens_per_second"] is None
+    assert summary["baseline_tokens_per_second"] == expected
+    # each row keeps its own, measured beside it
     assert [row.speedup for row in load_rows(tmp_path / "summary.json")] == [1.5, 3.0]
 
 

@@ -121,11 +121,7 @@ def textbook(
     for i in range(gamma):
         y = tokens[:, i]
         p = target[:, i].double()
-        q = (
-            draft[:, i].double()
-            if rule == "rejection"
-            else torch.nn.functional.one_hot(y, p.shape[1]).double()
-        )
+        q = draft[:, i].double() if rule == "rejection" else torch.nn.functional.one_hot(y, p.shape[1]).double()
         accept = p[rows, y] / q[rows, y]
         if fault == "first choice accepted":
             accept = torch.where(y == p.argmax(-1), 1.0, accept)
@@ -190,9 +186,7 @@ def test_verify_fed_the_wrong_distribution_fails_the_test(verifier, rule):
 def test_target_only_drafts_under_the_rejection_rule_fail_the_test():
     """Greedy drafts handed over with the softmax q that they were not drawn from."""
     chain = make_chain("random")
-    tokens, _ = decode(
-        chain, "target-only", lambda p, q, y, _rule, *rest: verify(p, q, y, "rejection", *rest)
-    )
+    tokens, _ = decode(chain, "target-only", lambda p, q, y, _rule, *rest: verify(p, q, y, "rejection", *rest))
     assert p_value(tokens, chain.law) < BIASED
 
 

@@ -121,11 +121,7 @@ def build(
         spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
     else:
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
-    mtp = (
-        get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused_norms)
-        if config.mtp_num_layers
-        else None
-    )
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused_norms) if config.mtp_num_layers else None
     model = GPTModel(
         config,
         spec,
@@ -198,8 +194,6 @@ def draft_logits(model: Any, tokens: list[int], drafts: list[int], attention: st
             rotary_pos_emb=rotary,
         )
         states.append(output[-1:])
-        weight = (
-            model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        )
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits.append(model.output_layer(output[-1:], weight=weight)[0][0, 0])
     return torch.stack(logits).float()

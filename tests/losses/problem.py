@@ -59,9 +59,7 @@ class Hidden:
     labels: Tensor
 
     def to(self, dtype: torch.dtype) -> Hidden:
-        return replace(
-            self, draft=self.draft.to(dtype), target=self.target.to(dtype), weight=self.weight.to(dtype)
-        )
+        return replace(self, draft=self.draft.to(dtype), target=self.target.to(dtype), weight=self.weight.to(dtype))
 
 
 def hidden(k: int = 3, n: int = 7, v: int = 17, h: int = 5, seed: int = 0, *, holes: bool = True) -> Hidden:
@@ -102,9 +100,7 @@ def specification(
     return torch.stack(
         [
             row_scale[i]
-            * reference_objective(
-                draft, target, kind, valid=entries & (depth == i), horizon="per-depth", **options
-            )
+            * reference_objective(draft, target, kind, valid=entries & (depth == i), horizon="per-depth", **options)
             for i in range(len(valid))
         ]
     ).sum()
@@ -123,18 +119,14 @@ def specify_hidden(problem: Hidden, kind: str, **options: Any) -> tuple[Tensor, 
     draft = problem.draft.double().detach().requires_grad_()
     weight = problem.weight.double().detach().requires_grad_()
     target = (problem.target.double() @ problem.weight.double().t())[problem.rows]
-    loss = specification(
-        draft @ weight.t(), target, kind, valid=problem.valid, labels=problem.labels, **options
-    )
+    loss = specification(draft @ weight.t(), target, kind, valid=problem.valid, labels=problem.labels, **options)
     return loss.detach(), *torch.autograd.grad(loss, (draft, weight), allow_unused=True, materialize_grads=True)
 
 
 def run_logits(problem: Logits, kind: str, **options: Any) -> tuple[ObjectiveOutput, Tensor]:
     """The output and the gradient of the draft logits."""
     draft = problem.draft.detach().requires_grad_()
-    out = vocab_parallel_objective(
-        draft, problem.target, kind, valid=problem.valid, labels=problem.labels, **options
-    )
+    out = vocab_parallel_objective(draft, problem.target, kind, valid=problem.valid, labels=problem.labels, **options)
     return out, torch.autograd.grad(out.loss, draft)[0]
 
 

@@ -1,7 +1,7 @@
 """LM head and objective in one pass: equals the specification for any chunking, and never holds all logits.
 
-Catches: a chunk that normalises by itself, duplicate or unordered target rows, gradients scaled in half precision, NaN out
-of a row that nothing needs, padding rows of the LM head trained, buffers read before they are written, and memory
+Catches: a chunk that normalises by itself, duplicate or unordered target rows, gradients scaled in half precision, NaN
+out of a row that nothing needs, padding rows of the LM head trained, buffers read before they are written, and memory
 that grows with the number of depths, tokens and columns.
 """
 

@@ -190,9 +190,7 @@ def test_horizons_differ_in_what_they_count():
         ("per-depth", "sum"): (2 + 2 + 6) / 3,
     }
     for (horizon, reduction), value in expected.items():
-        loss, _ = gradient(
-            draft, None, "ce", valid=valid, labels=labels, horizon=horizon, reduction=reduction
-        )
+        loss, _ = gradient(draft, None, "ce", valid=valid, labels=labels, horizon=horizon, reduction=reduction)
         torch.testing.assert_close(loss.item(), float(value), msg=f"{horizon}, {reduction}: {loss} for {value}")
 
 

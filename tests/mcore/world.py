@@ -133,9 +133,7 @@ def build(layout: Layout) -> Any:
 
 def _forward_step(data_iterator: Any, model: Any) -> Any:
     batch = next(data_iterator)
-    output = model(
-        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
-    )
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
 
     def loss(output: torch.Tensor) -> Any:
         mask = batch["loss_mask"]
@@ -212,9 +210,7 @@ def _rank_main(rank: int, world: int, folder: str, cases: list[tuple[str, Layout
 
     enter()
     install()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     out = {}
     for name, layout, objective in cases:
         try:
