@@ -160,12 +160,13 @@ class _FusedObjective(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
-        to_hidden = None if grad_hidden is None else torch.empty_like(grad_hidden, dtype=hidden_dtype)
-        if to_hidden is not None:
+        to_hidden = None
+        if grad_hidden is not None:
+            to_hidden = torch.empty_like(grad_hidden, dtype=hidden_dtype)
+            wide = torch.promote_types(grad_hidden.dtype, torch.float32)
             # in half precision the factor itself would be rounded; by depth, the wide copy is small
             for depth in range(len(to_hidden)):
-                wide = grad_hidden[depth].to(torch.promote_types(grad_hidden.dtype, torch.float32))
-                to_hidden[depth] = wide * grads[0]
+                to_hidden[depth] = grad_hidden[depth].to(wide) * grads[0]
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
         return to_hidden, to_weight, None, None, None, None, None, None, None, None
 

@@ -33,7 +33,7 @@ class VocabShard:
         if not 0 < vocab_size <= columns * world:
             raise ValueError(
                 f"{name} has {columns:,} columns on rank {rank} of {world}, {columns * world:,} in all, but vocab_size "
-                f"is {vocab_size:,}. If the LM head is sharded, pass group; if it is padded, vocab_size is the true size"
+                f"is {vocab_size:,}. If the LM head is sharded, pass group; if padded, vocab_size is the true size"
             )
         start = min(rank * columns, vocab_size)
         return cls(start, min(start + columns, vocab_size), vocab_size, group if world > 1 else None)
