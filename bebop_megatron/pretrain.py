@@ -36,11 +36,30 @@ def _starting_checkpoint(args: Any) -> Path | None:
     return None
 
 
+def _check_data_files(args: Any) -> None:
+    """Refuse a data prefix without its two files before anything is built.
+
+    Raises:
+        ValueError: with the file that is missing.
+    """
+    for option in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in getattr(args, option) or ():
+            # a blend alternates weights and prefixes; object stores are Megatron's to check
+            if prefix.replace(".", "", 1).isdigit() or "://" in prefix:
+                continue
+            for suffix in (".bin", ".idx"):
+                if not Path(prefix + suffix).is_file():
+                    raise ValueError(
+                        f"--{option.replace('_', '-')} {prefix}: {prefix}{suffix} does not exist. Give the prefix of a "
+                        ".bin/.idx pair, for example one made by python -m bebop_megatron.data build"
+                    )
+
+
 def _model_config(args: Any) -> Any:
     """Megatron's model config with our objective attached and our freeze queued.
 
     Raises:
-        ValueError: flags that do not go together, a checkpoint without MTP weights.
+        ValueError: flags that do not go together, missing data files, a checkpoint without MTP weights.
     """
     from megatron.training import get_tokenizer
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
@@ -51,6 +70,7 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.schedule.freezing import freeze
     from bebop_megatron.schedule.phases import FreezeSchedule
 
+    _check_data_files(args)
     objective = config_from_args(ObjectiveConfig, args)
     schedule = config_from_args(FreezeConfig, args).schedule
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)

@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 OUT=${OUT:-runs/demo}
-BACKBONE_STEPS=${BACKBONE_STEPS:-260}
-HEAD_STEPS=${HEAD_STEPS:-120}
+BACKBONE_STEPS=${BACKBONE_STEPS:-200}
+HEAD_STEPS=${HEAD_STEPS:-80}
 EVAL_TOKENS=${EVAL_TOKENS:-6000}
 LOSSES=${LOSSES:-"ce kl tv"}
 DATA=$OUT/data
@@ -19,6 +19,8 @@ stage() { printf '\n== %s\n' "$1"; }
 
 # Megatron's log goes to a file; one short line per logging interval goes to the screen
 show_progress() {
+  # on Ctrl-C the trainer still writes its checkpoint, and whoever reads its log must outlive it
+  trap '' INT TERM
   tee -a "$1" | grep --line-buffered -oE 'iteration +[0-9]+/ +[0-9]+|lm loss: [0-9.E+-]+|mtp [^|]*loss: [0-9.E+-]+|^error: .*' |
     while IFS= read -r piece; do
       case $piece in iteration*) printf '\n  %s' "$piece" ;; *) printf '   %s' "$piece" ;; esac

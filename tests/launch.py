@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,17 +18,28 @@ MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query
 RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0
 --ckpt-format torch_dist --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1
---eval-interval 1000 --eval-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 95""".split()
+--eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 95""".split()
 
 
-def pretrain(*arguments: str, processes: int = 1, timeout: int = 240) -> subprocess.CompletedProcess[str]:
-    """Run the training entry point under torchrun on a free local port."""
+def _launch(arguments: tuple[str, ...], processes: int, mock_data: bool = True) -> tuple[list[str], dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "bebop_megatron.pretrain", *MODEL, *RUN, *arguments]
+    command += ["-m", "bebop_megatron.pretrain", *MODEL, *RUN, *(["--mock-data"] if mock_data else []), *arguments]
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment, check=False
-    )
+    return command, {"text": True, "cwd": ROOT, "env": environment}
+
+
+def pretrain(
+    *arguments: str, processes: int = 1, timeout: int = 240, mock_data: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run the training entry point under torchrun on a free local port, to its end."""
+    command, options = _launch(arguments, processes, mock_data)
+    return subprocess.run(command, capture_output=True, timeout=timeout, check=False, **options)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Start the training entry point and return while it runs; its output is one stream."""
+    command, options = _launch(arguments, 1)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
 
 
 def log(output: str) -> dict[int, dict[str, str]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 
 import pytest
 import torch
 
 from bebop_megatron.mcore.checkpoints import checkpoint_keys, latest_iteration_dir
-from tests.launch import log, pretrain
+from tests.launch import log, pretrain, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
 
@@ -133,6 +135,28 @@ def test_loss_without_mtp_layers_and_checkpoint_without_mtp_weights_are_refused(
     done = pretrain("--train-iters", "1", *flags)
     assert done.returncode != 0
     assert "has no MTP weights" in done.stderr
+
+
+def test_termination_leaves_a_resumable_run(tmp_path):
+    flags = ["--mtp-loss", "tv", "--train-iters", "100000", "--save", str(tmp_path), "--save-interval", "100000"]
+    with start("--exit-signal-handler", *flags) as process:
+        for line in process.stdout:
+            if re.search(r"iteration +3/", line):
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    stopped = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert stopped >= 3
+    flags = ["--mtp-loss", "tv", "--train-iters", str(stopped + 2), "--load", str(tmp_path)]
+    resumed = pretrain(*flags)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert sorted(log(resumed.stdout)) == [stopped + 1, stopped + 2]
+
+
+def test_missing_data_file_is_named():
+    done = pretrain("--train-iters", "1", "--data-path", "0.5", "/nowhere/corpus", mock_data=False)
+    assert done.returncode != 0
+    assert "error: --data-path /nowhere/corpus: /nowhere/corpus.bin does not exist" in done.stderr
 
 
 def test_cpu_is_never_chosen_silently():

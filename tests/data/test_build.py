@@ -111,6 +111,10 @@ def test_all_continuations_of_a_conversation_are_on_the_same_side():
     assert chats[0].identity() != chats[1].identity()
 
 
+def test_completions_without_prompts_are_told_apart():
+    assert Completion("", "a", "here").identity() != Completion("", "b", "here").identity()
+
+
 def test_the_holdout_of_chats_is_prompt_and_last_answer(tmp_path, tokenizer, write_jsonl, chats):
     build(read_documents([write_jsonl(chats)]), tokenizer, str(tmp_path / "a"), holdout=0.5)
     held = decoded(tmp_path / "a-holdout", tokenizer)

@@ -71,9 +71,12 @@ def test_the_same_text_gives_the_same_tokenizer_in_any_order():
 
 
 def test_a_sample_is_bounded_and_does_not_depend_on_the_order():
-    size = sum(len(text.text) for text in TEXTS) // 4
-    one, other = (train_tokenizer(texts, vocab_size=270, sample_characters=size) for texts in (TEXTS, TEXTS[::-1]))
+    # sorted input, as a folder of two languages: its head alone is no sample of it
+    texts = [Text(f"{word * 9} {i}", "here") for word in ("begin ", "end ") for i in range(50)]
+    size = sum(len(text.text) for text in texts) // 4
+    one, other = (train_tokenizer(order, vocab_size=270, sample_characters=size) for order in (texts, texts[::-1]))
     assert tokenizer_hash(one) == tokenizer_hash(other)
+    assert {len(one(word)["input_ids"]) < len(word) for word in (" begin", " end")} == {True}
     with pytest.raises(ValueError, match=r": 5\d characters gave"):
         train_tokenizer(TEXTS, vocab_size=300, sample_characters=60)
 
@@ -118,15 +121,19 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, tokenizer):
         load_tokenizer(str(tmp_path))
 
 
-def test_an_interrupted_save_leaves_nothing_that_loads(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.parametrize("moved", range(3))
+def test_an_interrupted_save_leaves_nothing_that_loads(tmp_path, tokenizer, monkeypatch, moved):
     replace = Path.replace
+    calls = []
 
-    def fail_at_the_last(self, target):
-        if self.name == "tokenizer.json":
+    def interrupted(self, target):
+        if len(calls) == moved:
             raise KeyboardInterrupt
+        calls.append(target)
         return replace(self, target)
 
-    monkeypatch.setattr(Path, "replace", fail_at_the_last)
+    save_tokenizer(tokenizer, str(tmp_path))
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_tokenizer(tokenizer, str(tmp_path))
     with pytest.raises(ValueError, match="no Hugging Face tokenizer"):
