@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bebop_megatron.data.description import read_description
-from bebop_megatron.data.documents import FORMATS, input_files, parse_keys, read_documents
+from bebop_megatron.data.documents import FORMATS, first_bytes, input_files, parse_keys, read_documents
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +70,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help=r"put behind every prompt, as a part of it; \n is a line feed (nothing)",
     )
+    add("--max-bytes", type=int, metavar="N", help="no more documents than N bytes of text hold, from the front (all)")
     add("--overwrite", action="store_true", help="replace what is at --output")
     add("--quiet", action="store_true", help="no progress bar, no summary")
 
@@ -84,6 +85,8 @@ def _documents(options: argparse.Namespace, description: str) -> Any:
         keys=parse_keys(options.keys),
         separator=options.separator.replace(r"\n", "\n"),
     )
+    if options.max_bytes is not None:
+        documents = first_bytes(documents, options.max_bytes)
     # None: only on a terminal, a log needs no bar
     disable = options.quiet or None
     return tqdm(documents, desc=description, unit=" documents", file=sys.stderr, disable=disable, leave=False)
@@ -105,9 +108,11 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 
 def _build(options: argparse.Namespace) -> None:
-    from bebop_megatron.data.build import build, output_files
+    from bebop_megatron.data.build import build, check_output, output_files
     from bebop_megatron.data.tokenizer import load_tokenizer
 
+    # before the tokenizer: loading one takes seconds
+    check_output(options.output, overwrite=options.overwrite)
     outputs = {file.resolve() for file in output_files(options.output)}
     for file in input_files(options.input, options.format):
         if file.resolve() in outputs:

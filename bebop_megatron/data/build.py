@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os.path
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,7 +80,12 @@ def output_files(prefix: str) -> list[Path]:
 
 
 def check_output(prefix: str, *, overwrite: bool) -> None:
-    """Raises ValueError if the prefix is taken, by raw data even with `overwrite`."""
+    """Raises ValueError if the prefix has no name, or is taken, by raw data even with `overwrite`."""
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise ValueError(
+            f"--output {prefix} must end with a name, to which .bin and .idx are added; "
+            f"for example {os.path.join(prefix, 'data')}"
+        )
     if Path(f"{prefix}.json").exists() and not read_description(prefix):
         raise ValueError(
             f"--output {prefix}: {prefix}.json is already there, and no earlier build wrote it; choose another prefix"

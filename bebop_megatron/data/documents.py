@@ -6,7 +6,7 @@ No tokens here: a document is what the user wrote, and where.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,19 +133,39 @@ def read_documents(
     """
     if format not in FORMATS:
         raise ValueError(f"--format {format!r} is unknown; choose from {', '.join(FORMATS)}")
-    any_jsonl = False
-    for name in inputs:
-        for file in input_files([name], format):
-            if format == "jsonl" or (format == "auto" and file.suffix == ".jsonl"):
-                any_jsonl = True
-                yield from _read_jsonl(file, keys or {}, separator)
-            else:
-                yield from _read_source(file, strict=name != STDLIB)
-    if (keys or separator) and not any_jsonl:
+    files = [(file, name) for name in inputs for file in input_files([name], format)]
+    # before anything is read: a large input takes long
+    if (keys or separator) and not any(_is_jsonl(file, format) for file, _ in files):
         raise ValueError(
             "--keys and --separator are for JSON lines, but --input names none; "
             "leave them out, or pass --format jsonl if the files have another suffix"
         )
+    for file, name in files:
+        if _is_jsonl(file, format):
+            yield from _read_jsonl(file, keys or {}, separator)
+        else:
+            yield from _read_source(file, strict=name != STDLIB)
+
+
+def first_bytes(documents: Iterable[Document], limit: int) -> Iterator[Document]:
+    """Whole documents from the front while their texts fit into `limit` bytes of UTF-8.
+
+    Raises:
+        ValueError: a limit below one, or one that leaves not even the first document.
+    """
+    if limit < 1:
+        raise ValueError(f"--max-bytes must be at least 1, got {limit}")
+    size = 0
+    for document in documents:
+        previous, size = size, size + sum(len(text.encode()) for text in document.strings())
+        if size > limit:
+            if not previous:
+                raise ValueError(
+                    f"--max-bytes {limit:,}: the first document, {document.source}, has {size:,} bytes already; "
+                    "allow more"
+                )
+            return
+        yield document
 
 
 def input_files(inputs: Sequence[str], format: str) -> list[Path]:
@@ -155,6 +175,10 @@ def input_files(inputs: Sequence[str], format: str) -> list[Path]:
         ValueError: a missing input, a folder without files of this format.
     """
     return [file for name in inputs for file in (stdlib_files() if name == STDLIB else _files(Path(name), format))]
+
+
+def _is_jsonl(file: Path, format: str) -> bool:
+    return format == "jsonl" or (format == "auto" and file.suffix == ".jsonl")
 
 
 def _files(path: Path, format: str) -> list[Path]:

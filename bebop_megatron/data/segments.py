@@ -29,7 +29,9 @@ class Segmenter:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._added_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+        tokens = map(str, tokenizer.added_tokens_decoder.values())
+        # some tokenizers add runs of spaces, which end no turn
+        self._added_tokens = tuple(token for token in tokens if token.strip())
 
     def __call__(self, document: Document) -> list[Segment]:
         """The document's segments in order, none of them empty; their texts joined are the whole text.

@@ -136,11 +136,13 @@ def load_tokenizer(path: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    local = Path(path).exists()
     # a name with one slash, or none, may be on the hub
-    if not Path(path).exists() and path.count("/") > 1:
+    if not local and path.count("/") > 1:
         raise ValueError(f"--tokenizer {path}: no such folder; `python -m bebop_megatron.data tokenizer` makes one")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # absolute: the data's description names the tokenizer, and is read from other folders too
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(path).resolve()) if local else path)
     except (OSError, ValueError) as error:
         raise ValueError(f"--tokenizer {path}: no Hugging Face tokenizer could be loaded ({error})") from error
     if tokenizer.eos_token_id is None:

@@ -21,9 +21,9 @@ from bebop_megatron.losses.registry import combined_terms
 from bebop_megatron.losses.rows import RowStats, gradient_direction, row_stats, softmaxes
 from bebop_megatron.losses.shard import VocabShard
 
-# working memory of one chunk: at its peak six fp32 blocks of logits, for the drafts of all depths and their targets
+# working memory of one chunk: at its peak five fp32 blocks of logits, for the drafts of all depths and their targets
 _CHUNK_BYTES = 192 * 2**20
-_BLOCKS = 6
+_BLOCKS = 5
 _MIN_CHUNK = 16
 
 
@@ -105,8 +105,7 @@ def _chunk(
     labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
     stats = row_stats(draft, target, rows, labels, shard, full=options.needs_reverse_kl)
     square = only_valid(stats.view(k, size), valid)
-    entries = counted(inputs.valid, options.horizon)[:, part]
-    value, coefficients = combined_terms(options.kind, options.mix, square, entries)
+    value, coefficients = combined_terms(options.kind, options.mix, square, counted(valid, options.horizon))
     loss = (value * scale[:, None].to(value.dtype)).sum()
     if grad_hidden is None and grad_weight is None:
         return loss, square

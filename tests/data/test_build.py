@@ -8,6 +8,7 @@ that load.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from bebop_megatron.data.documents import Chat, Completion, Text, read_documents
 from bebop_megatron.data.encode import encode
 from bebop_megatron.data.tokenizer import tokenizer_hash
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+SHARED = Path(os.environ.get("BEBOP_SHARED") or Path(__file__).parents[3] / "shared")
+GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
 
 TEXTS = [Text(f"text number {i}\n", "here") for i in range(300)]
 EXCHANGES = [Completion(f"what is {i % 150}?", f" {i}", "here") for i in range(300)]
@@ -209,7 +211,7 @@ def test_large_vocabularies_are_stored_in_32_bits(tmp_path, tokenizer):
     assert data[0].tolist() == [len(tokenizer) - 1, tokenizer.eos_token_id]
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="needs GSM8K's train.jsonl")
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"needs GSM8K at {GSM8K}; set BEBOP_SHARED to the folder of data/gsm8k")
 def test_gsm8k(tmp_path, tokenizer):
     documents = list(read_documents([str(GSM8K)], keys={"prompt": "question", "completion": "answer"}, separator="\n"))[
         :500
@@ -221,6 +223,13 @@ def test_gsm8k(tmp_path, tokenizer):
         kept = mask[number].astype(bool)
         assert tokenizer.decode(tokens[number][kept]) in answers
         assert tokenizer.decode(tokens[number][~kept]).endswith("\n")
+
+
+@pytest.mark.parametrize("ending", ["/", "/.", "/.."])
+def test_a_prefix_without_a_name_is_refused(tmp_path, tokenizer, ending):
+    with pytest.raises(ValueError, match=r"must end with a name.*data$"):
+        build(TEXTS, tokenizer, f"{tmp_path / 'sub'}{ending}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_raw_data_of_the_same_name_is_never_replaced(tmp_path, tokenizer):

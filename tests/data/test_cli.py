@@ -63,6 +63,8 @@ def test_inspect_shows_data_without_mask_or_description(tmp_path, tokenizer_fold
         (["inspect", "{folder}/missing", "--tokenizer", "{tokenizer}"], "not both there"),
         (["build", "--input", "{folder}/no", "--tokenizer", "{tokenizer}", "--output", "{folder}/a"], "no such file"),
         (["build", "--input", "stdlib", "--tokenizer", "{folder}/no", "--output", "{folder}/a"], "no such folder"),
+        (["build", "--input", "stdlib", "--tokenizer", "{tokenizer}", "--output", "{folder}/"], "end with a name"),
+        (["tokenizer", "--input", "stdlib", "--max-bytes", "0", "--output", "{folder}/a"], "--max-bytes"),
         (["tokenizer", "--input", "{folder}", "--output", "{folder}/a"], "holds no file"),
         (["tokenizer", "--input", "stdlib", "--vocab-size", "9", "--output", "{folder}/a"], "--vocab-size"),
         (["tokenizer", "--input", "stdlib", "--output", "{tokenizer}"], "--overwrite"),
@@ -75,6 +77,25 @@ def test_what_the_user_can_put_right_is_one_line(tmp_path, tokenizer_folder, cap
     assert line.startswith("error: ")
     assert message in line
     assert not list(tmp_path.iterdir())
+
+
+def test_inspect_finds_the_tokenizer_from_another_folder(tmp_path, tokenizer, exchanges, capsys, monkeypatch):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    keys = "prompt=question,completion=answer"
+    assert main(["build", "--input", exchanges, "--keys", keys, "--tokenizer", "tokenizer", "--output", "a"]) == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["inspect", "../a"]) == 0
+    assert "⟦what is 0?⟧it is 0" in capsys.readouterr().out
+
+
+def test_max_bytes_keeps_the_first_documents(tmp_path, tokenizer_folder, exchanges):
+    # "what is 0?" and "it is 0": 17 bytes
+    options = ["--keys", "prompt=question,completion=answer", "--max-bytes", str(17 * 3 + 16), "--quiet"]
+    arguments = ["--tokenizer", tokenizer_folder, "--output", str(tmp_path / "a"), *options]
+    assert main(["build", "--input", exchanges, *arguments]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["documents"] == 3
 
 
 def test_inspect_warns_of_another_tokenizer(tmp_path, tokenizer, tokenizer_folder, exchanges, capsys):

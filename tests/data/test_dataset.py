@@ -43,8 +43,7 @@ def datasets(tmp_path, megatron_tokenizer):
         config = GPTDatasetConfig(
             random_seed=1,
             sequence_length=SEQUENCE,
-            blend=(list(map(str, prefixes)), None),
-            split=split,
+            **({"blend": (list(map(str, prefixes)), None), "split": split} if split else {}),
             path_to_cache=str(cache),
             tokenizer=megatron_tokenizer,
             **settings,
@@ -185,6 +184,21 @@ def test_a_blend_of_data_with_and_without_mask(datasets, chat_prefix, tmp_path, 
     train, _, _ = datasets(MaskedGPTDataset, [chat_prefix, texts])
     shares = {sample["loss_mask"].mean().item() == 1 for sample in train}
     assert shares == {True, False}
+
+
+def test_separate_data_for_every_split(datasets, chat_prefix, tmp_path, tokenizer):
+    build([Completion(f"{i}?", f" yes {i}", "here") for i in range(200)], tokenizer, str(tmp_path / "valid"))
+    per_split = [([chat_prefix], None), ([str(tmp_path / "valid")], None), None]
+    train, valid, test = datasets(MaskedGPTDataset, [], split=None, sizes=(20, 5, 0), blend_per_split=per_split)
+    assert test is None
+    targets = [
+        "".join(tokenizer.decode(sample["labels"][sample["loss_mask"].bool()]) for sample in data)
+        for data in (train, valid)
+    ]
+    assert "ANSWER" in targets[0]
+    assert "yes" not in targets[0]
+    assert "yes" in targets[1]
+    assert "?" not in targets[1]
 
 
 def test_deferred_indices_and_workers(datasets, chat_prefix):

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from bebop_megatron.data.documents import Chat, Completion, Text, parse_keys, read_documents
+from bebop_megatron.data.documents import Chat, Completion, Text, first_bytes, parse_keys, read_documents
 from bebop_megatron.data.stdlib import stdlib_files
 
 
@@ -102,6 +102,25 @@ def test_inputs_that_cannot_be_read_are_refused(tmp_path):
 def test_malformed_keys_are_refused(keys):
     with pytest.raises(ValueError, match="--keys: expected NAME=KEY"):
         parse_keys(keys)
+
+
+def test_keys_without_json_lines_are_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="--keys and --separator are for JSON lines"):
+        read(tmp_path / "a.txt", keys={"prompt": "question"})
+
+
+def test_a_limit_keeps_whole_documents_from_the_front():
+    # ä has two bytes; "c" would fit again behind the one that does not
+    documents = [Text("aä", "a"), Completion("ä", "b", "b"), Text("äää", "long"), Text("c", "c")]
+    assert list(first_bytes(documents, 6)) == list(first_bytes(documents, 11)) == documents[:2]
+    assert list(first_bytes(documents, 5)) == documents[:1]
+    assert list(first_bytes(documents, 13)) == documents
+    assert list(first_bytes([], 1)) == []
+    with pytest.raises(ValueError, match=r"--max-bytes 2: the first document, a, has 3 bytes"):
+        list(first_bytes(documents, 2))
+    with pytest.raises(ValueError, match="--max-bytes must be at least 1, got 0"):
+        list(first_bytes(documents, 0))
 
 
 def test_the_standard_library_comes_without_tests_and_always_in_the_same_order():

@@ -165,6 +165,12 @@ def test_a_chat_that_cannot_be_rendered_is_named(tokenizer):
         runs(chat(), tokenizer)
 
 
+def test_an_added_token_of_spaces_ends_no_turn(tokenizer):
+    tokenizer.add_tokens(["  "])
+    tokenizer.chat_template = OPEN_TEMPLATE
+    assert runs(chat([USER, {"role": "assistant", "content": "so  "}]), tokenizer)[-1] == ("so  <|endoftext|>", True)
+
+
 def test_tools_reach_the_template(tokenizer):
     tokenizer.chat_template = "{% if tools %}{{ tools[0].name }} {% endif %}" + PLAIN_CHATML
     document = Chat([USER, ASSISTANT], [{"name": "calculator"}], "here")

@@ -108,7 +108,6 @@ def test_the_error_is_at_most_twice_that_of_the_input_type(kind, dtype):
     for seed in range(4):
         problem = hidden(2, 24, 64, 8, seed, holes=False).to(dtype)
         loss, expected, _ = specify_hidden(problem, kind)
-        # a factor that half precision cannot hold
         out, grad = run_hidden(problem, kind, chunk_tokens=10)
         assert out.loss.dtype == torch.float32
         assert grad.dtype == dtype
@@ -350,9 +349,8 @@ def test_no_tensor_holds_the_logits_of_all_tokens(kind):
     k, n, v, chunk = 3, 40, 301, 4
     problem = hidden(k, n, v)
     with LargestOutput() as largest:
-        check_draft = problem.draft.clone().requires_grad_()
         out = fused_linear_objective(
-            check_draft,
+            problem.draft.clone().requires_grad_(),
             problem.target,
             problem.weight,
             target_rows=problem.rows,
@@ -382,14 +380,17 @@ def peak_bytes(problem: Hidden, kind: str) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_working_memory_stays_in_its_budget(kind, monkeypatch):
-    budget = 2 * 2**20
+    budget = 3 * 2**20
     monkeypatch.setattr(chunked, "_CHUNK_BYTES", budget)
-    for k, n, v in ((1, 256, 997), (3, 256, 997), (7, 256, 997), (3, 512, 997)):
-        problem = hidden(k, n, v, 2).to(torch.float32)
-        peak = peak_bytes(problem, kind)
+    for k, n in ((1, 128), (3, 128), (7, 64), (7, 256)):
+        problem = hidden(k, n, 997, 2).to(torch.float32)
+        # as in training: the target of a depth is the next row
+        rows = torch.arange(n) + torch.arange(k)[:, None]
+        target = torch.randn(n + k, 2, generator=torch.Generator().manual_seed(0))
+        peak = peak_bytes(replace(problem, target=target, rows=rows), kind)
         gradients_and_statistics = k * n * 4 * (2 * 2 + 3 * 10)
         assert peak < budget + gradients_and_statistics, f"k={k} n={n}: {peak / budget:.2f} of the budget"
-        assert peak > budget / 4, "the budget is far from used"
+        assert peak > budget / 2, f"k={k} n={n}: {peak / budget:.2f} of the budget"
 
 
 @pytest.mark.parametrize(("kind", "horizon"), COUNTED)

@@ -178,7 +178,8 @@ def test_disjoint_distributions(k, kind):
         case = replace(problem, draft=draft, target=target)
         out, _ = check(case, kind)
         assert (out.alpha[list(depths)] == 0).all()
-        check(case.to(torch.float32), kind, 2e-5)
+        # the gradient of KL(q||p) is a difference of ratios of a thousand nats
+        check(case.to(torch.float32), kind, 1e-3 if kind == "reverse-kl" else 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -268,7 +269,7 @@ def test_a_second_derivative_is_refused():
     problem = logits()
     draft = problem.draft.requires_grad_()
     out = vocab_parallel_objective(draft, problem.target, "kl", valid=problem.valid)
-    (grad,) = torch.autograd.grad(out.loss, draft, create_graph=True)
+    (grad,) = torch.autograd.grad(out.loss * draft.sum(), draft, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 

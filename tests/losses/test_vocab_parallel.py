@@ -1,0 +1,337 @@
+"""Three processes that share the vocabulary compute what one process computes.
+
+Catches: a vocabulary that three ranks do not divide, a rank that holds padding only, ties for the largest logit across
+ranks, ranks that cut different chunks and wait for each other, a hidden gradient of one's own columns only, world
+ranks taken for group ranks, a collective too many, and a gather of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from bebop_megatron.losses import chunked, fused_linear_objective, vocab_parallel_objective
+from tests.losses.problem import KINDS, Hidden, Logits, hidden, logits, run_hidden, run_logits
+
+pytestmark = pytest.mark.dist
+
+WORLD = 3
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"horizon": "partial", "reduction": "sum"},
+    {"draft_temperature": 0.7, "target_temperature": 1.3, "logit_scale": 0.5},
+    {"mix": ("lk-hybrid", 0.4)},
+    {"mix": ("ce", 0.4)},
+]
+FILTERS: list[dict[str, Any]] = [
+    {"target_top_k": 2},
+    {"target_top_k": 8},
+    {"target_top_p": 0.7},
+    {"target_top_k": 9, "target_top_p": 0.5, "target_temperature": 0.7},
+]
+# true columns over three ranks: 6 + 6 + 5, 6 + 5 + 0, 6 + 0 + 0
+VOCABULARIES = (17, 11, 6)
+
+
+def cut(table: Tensor, group: Any, dim: int, columns: int = 6) -> Tensor:
+    """This rank's columns of a vocabulary that is padded with NaN to equal shares."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    missing = list(table.shape)
+    missing[dim] = columns * world - table.shape[dim]
+    padded = torch.cat([table, table.new_full(missing, torch.nan)], dim)
+    return padded.narrow(dim, rank * columns, columns).clone()
+
+
+def own(table: Tensor, group: Any, dim: int, columns: int = 6) -> Tensor:
+    """What an unsharded gradient is on this rank: 0 in the padding."""
+    return cut(table, group, dim, columns).nan_to_num(0)
+
+
+def near(result: Tensor, expected: Tensor, what: str, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(
+        result, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}", check_device=False
+    )
+
+
+def same_stats(stats: Any, expected: Any, what: str) -> None:
+    for name, value in vars(stats).items():
+        near(value, getattr(expected, name), f"{what}: {name}")
+
+
+def check_logits(problem: Logits, kind: str, group: Any, columns: int = 6, **options: Any) -> None:
+    v = problem.draft.shape[-1]
+    expected, gradient = run_logits(problem, kind, **options)
+    shard = replace(
+        problem,
+        draft=cut(problem.draft, group, -1, columns),
+        target=cut(problem.target, group, -1, columns),
+    )
+    out, grad = run_logits(shard, kind, group=group, vocab_size=v, **options)
+    what = f"{kind}, v={v}, {options}"
+    near(out.loss, expected.loss, what)
+    near(grad, own(gradient, group, -1, columns), f"{what}: gradient")
+    same_stats(out.stats, expected.stats, what)
+    assert torch.equal(out.num_valid, expected.num_valid)
+
+
+def check_hidden(problem: Hidden, kind: str, group: Any, columns: int = 6, **options: Any) -> None:
+    v = problem.weight.shape[0]
+    options = {"chunk_tokens": 4} | options
+    results = []
+    for share, weight in ((None, problem.weight.clone()), (group, cut(problem.weight, group, 0, columns))):
+        draft = problem.draft.clone().requires_grad_()
+        out = fused_linear_objective(
+            draft,
+            problem.target,
+            weight.requires_grad_(),
+            target_rows=problem.rows,
+            kind=kind,
+            weight_requires_grad=True,
+            valid=problem.valid,
+            labels=problem.labels,
+            group=share,
+            vocab_size=v,
+            **options,
+        )
+        results.append((out, *torch.autograd.grad(out.loss, (draft, weight))))
+    (expected, to_draft, to_weight), (out, draft_grad, weight_grad) = results
+    what = f"{kind}, v={v}, {options}"
+    near(out.loss, expected.loss, what)
+    near(draft_grad, to_draft, f"{what}: gradient of the hidden states")
+    near(weight_grad, own(to_weight, group, 0, columns), f"{what}: gradient of the weight")
+    same_stats(out.stats, expected.stats, what)
+
+
+def check_kind(kind: str, group: Any) -> None:
+    for v in VOCABULARIES:
+        for options in OPTIONS if v == 17 else OPTIONS[:2]:
+            check_logits(logits(3, 6, v), kind, group, **options)
+            check_hidden(hidden(3, 7, v), kind, group, **options)
+
+
+def check_filters(kind: str, group: Any) -> None:
+    for v in VOCABULARIES:
+        for options in FILTERS if v == 17 else FILTERS[1::2]:
+            check_logits(logits(2, 6, v), kind, group, **options)
+            # top-p takes forty collectives a chunk
+            check_hidden(hidden(2, 7, v), kind, group, chunk_tokens=7, **options)
+
+
+def check_nothing(group: Any) -> None:
+    """No valid row, no row at all, and values that must not matter, on every rank."""
+    for kind in KINDS:
+        for v in VOCABULARIES:
+            for n in (0, 5):
+                nothing = torch.zeros(2, n, dtype=torch.bool)
+                problem = replace(logits(2, n, v), valid=nothing)
+                poisoned = replace(problem, draft=problem.draft * torch.nan, target=problem.target * torch.nan)
+                check_logits(poisoned, kind, group)
+                problem = replace(hidden(2, n, v), valid=nothing)
+                poisoned = replace(problem, draft=problem.draft * torch.nan, target=problem.target * torch.nan)
+                check_hidden(poisoned, kind, group)
+
+
+def check_ties(group: Any) -> None:
+    """The argmax is the smallest id among the largest, as torch.argmax has it, whatever rank holds it."""
+    g = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for v in VOCABULARIES:
+            sides = torch.randint(0, 3, (2, 2, 60, v), generator=g).to(dtype)
+            labels = torch.randint(0, v, (2, 60), generator=g)
+            out = vocab_parallel_objective(
+                cut(sides[0], group, -1), cut(sides[1], group, -1), labels=labels, group=group, vocab_size=v
+            )
+            drafted = sides[0].argmax(-1)
+            assert ((sides[0] == sides[0].amax(-1, keepdim=True)).sum(-1) > 1).any(), "no tie"
+            assert torch.equal(out.stats.greedy_target, drafted == sides[1].argmax(-1)), dtype
+            assert torch.equal(out.stats.greedy_label, drafted == labels), dtype
+            p = sides[1].double().softmax(-1).gather(-1, drafted[..., None])[..., 0]
+            near(out.stats.p_argmax_q.double(), p, f"{dtype}: p(argmax q)", 1e-6)
+
+
+def check_automatic_chunks(group: Any) -> None:
+    """Ranks hold different numbers of true columns and still cut the same chunks."""
+    before = chunked._CHUNK_BYTES, chunked._MIN_CHUNK
+    chunked._CHUNK_BYTES, chunked._MIN_CHUNK = 1500, 1
+    try:
+        for v in VOCABULARIES:
+            problem = hidden(2, 40, v)
+            assert chunked._chunk_tokens(2, 6) not in (chunked._chunk_tokens(2, 5), 40)
+            check_hidden(problem, "tv", group, chunk_tokens=None)
+    finally:
+        chunked._CHUNK_BYTES, chunked._MIN_CHUNK = before
+
+
+def check_half_precision(group: Any) -> None:
+    """The hidden gradient is a sum of three rounded parts: still as near as half precision is, equal on all ranks."""
+    for kind in KINDS:
+        problem = hidden(2, 12, 17, holes=False)
+        _, expected = run_hidden(problem, kind)
+        for dtype, allowed in ((torch.bfloat16, 0.05), (torch.float16, 0.006), (torch.float32, 1e-5)):
+            shard = replace(problem.to(dtype), weight=cut(problem.to(dtype).weight, group, 0))
+            out, grad = run_hidden(shard, kind, group=group, vocab_size=17)
+            assert out.loss.dtype == torch.float32
+            error = (grad.double() - expected).norm() / expected.norm()
+            assert error < allowed, f"{kind}, {dtype}: {error}"
+            parts = [torch.empty_like(grad) for _ in range(WORLD)]
+            dist.all_gather(parts, grad, group=group)
+            assert all(torch.equal(part, grad) for part in parts), f"{kind}, {dtype}: ranks differ"
+
+
+@contextmanager
+def counting(group: Any) -> Iterator[list[tuple[str, int]]]:
+    """Names and sizes of the collectives that run; each must name its group."""
+    calls: list[tuple[str, int]] = []
+    names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "reduce", "gather", "scatter"))]
+    originals = {name: getattr(dist, name) for name in names if callable(getattr(dist, name))}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert kwargs.get("group") is group, f"{name} does not name its group"
+            tensor = args[1] if name == "all_gather" else args[0]
+            calls.append((name, tensor.numel()))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def check_collectives_of_logits(group: Any) -> None:
+    for kind in KINDS:
+        for labelled in (True, False):
+            problem = logits(2, 5, 17)
+            draft = cut(problem.draft, group, -1).requires_grad_()
+            target = None if kind == "ce" and labelled else cut(problem.target, group, -1)
+            labels = problem.labels if kind == "ce" or labelled else None
+            with counting(group) as calls:
+                out = vocab_parallel_objective(draft, target, kind, labels=labels, group=group, vocab_size=17)
+                assert [name for name, _ in calls] == ["all_reduce"] * 3, f"{kind}, forward: {calls}"
+                out.loss.backward()
+            assert [name for name, _ in calls] == ["all_reduce"] * 5, f"{kind}, backward: {calls}"
+            # three sums for both sides, nine statistics
+            assert max(size for _, size in calls) <= 9 * 10, calls
+
+
+def check_collectives_of_hidden(group: Any) -> None:
+    for kind in KINDS:
+        problem = hidden(2, 7, 17)
+        weight = cut(problem.weight, group, 0)
+        for with_gradient in (True, False):
+            draft = problem.draft.clone().requires_grad_(with_gradient)
+            with counting(group) as calls:
+                out = fused_linear_objective(
+                    draft,
+                    problem.target,
+                    weight,
+                    target_rows=problem.rows,
+                    kind=kind,
+                    chunk_tokens=3,
+                    labels=problem.labels,
+                    group=group,
+                    vocab_size=17,
+                )
+                if with_gradient:
+                    out.loss.backward()
+            sizes = [size for _, size in calls]
+            assert {name for name, _ in calls} == {"all_reduce"}, f"{kind}: {calls}"
+            # three chunks, and once the gradient
+            assert len(calls) == 3 * 3 + with_gradient, f"{kind}: {calls}"
+            assert max(sizes[:9]) <= 9 * 6, calls
+            assert not with_gradient or sizes[9] == draft.numel()
+
+
+def check_filters_gather_only_what_they_keep(group: Any) -> None:
+    problem = logits(2, 5, 17)
+    sides = cut(problem.draft, group, -1), cut(problem.target, group, -1)
+    with counting(group) as calls:
+        vocab_parallel_objective(*sides, "kl", group=group, vocab_size=17, target_top_k=2)
+    assert [call for call in calls if call[0] != "all_reduce"] == [("all_gather", 2 * 5 * 2)]
+    assert len(calls) == 4
+
+
+def check_subgroup(group: Any) -> None:
+    """A tensor-parallel group starts anywhere in the world."""
+    pair = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    for kind in KINDS:
+        for v in (17, 9):
+            check_logits(logits(2, 5, v), kind, pair, columns=9)
+            check_hidden(hidden(2, 5, v), kind, pair, columns=9)
+
+
+def check_too_few_columns(group: Any) -> None:
+    problem = logits(2, 3, 6)
+    with pytest.raises(ValueError, match=r"6 columns on rank \d of 3, 18 in all, but vocab_size is 19"):
+        vocab_parallel_objective(problem.draft, problem.target, group=group, vocab_size=19)
+    whole = vocab_parallel_objective(problem.draft, problem.target, group=group)
+    assert whole.loss.isfinite()
+
+
+CASES: dict[str, Callable[[Any], None]] = {
+    **{kind: lambda group, kind=kind: check_kind(kind, group) for kind in KINDS},
+    **{f"filters-{k}": lambda group, k=k: check_filters(k, group) for k in ("kl", "tv")},
+    "nothing-valid": check_nothing,
+    "ties": check_ties,
+    "automatic-chunks": check_automatic_chunks,
+    "half-precision": check_half_precision,
+    "collectives-logits": check_collectives_of_logits,
+    "collectives-hidden": check_collectives_of_hidden,
+    "collectives-filters": check_filters_gather_only_what_they_keep,
+    "subgroup": check_subgroup,
+    "too-few-columns": check_too_few_columns,
+}
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=30),
+    )
+    group = dist.new_group(list(range(WORLD)))
+    failures = {}
+    for name, case in CASES.items():
+        try:
+            case(group)
+        # an assertion, or a rank that waited in vain: the other cases still run
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001
+            failures[name] = traceback.format_exc()
+        Path(folder, f"{rank}.json").write_text(json.dumps(failures))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """For each rank, the traceback of every case that failed there."""
+    folder = tmp_path_factory.mktemp("world")
+    mp.spawn(_rank, (str(folder),), nprocs=WORLD)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharded_equals_unsharded(name, failures):
+    reports = [f"rank {rank}:\n{failed[name]}" for rank, failed in enumerate(failures) if name in failed]
+    assert not reports, "\n".join(reports)
