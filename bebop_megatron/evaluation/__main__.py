@@ -201,6 +201,8 @@ def _measure(
     """Every config of the plan once per round, on the same prompts, in alternation: a machine's load drifts."""
     from bebop_megatron.evaluation.decode import SpeculativeDecoder
 
+    for config in plan.values():
+        SpeculativeDecoder(model, config, vocab_size=vocab_size).check(prompts)
     rounds = min(options.rounds, len(prompts))
     num_tokens = options.num_tokens and -(-options.num_tokens // rounds)
     shown = not options.quiet and sys.stderr.isatty() and os.environ["RANK"] == "0"

@@ -30,7 +30,6 @@ class Window:
     positions: Tensor
     mask: Tensor
     whole: bool
-    write: bool
 
     @property
     def length(self) -> int:
@@ -44,7 +43,6 @@ def make_window(
     length: int,
     last_key: Tensor | None = None,
     rows: Tensor | None = None,
-    write: bool = True,
 ) -> Window:
     """Describe a call on tokens at `positions`, each of which attends to the slots up to `last_key`.
 
@@ -59,7 +57,6 @@ def make_window(
         positions=positions,
         mask=(slots <= limit[:, :, None])[:, None],
         whole=rows is None,
-        write=write,
     )
 
 
@@ -115,9 +112,8 @@ class CachedAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         window = self.call.window
         keys, values = self._storage(key, value)
-        if window.write:
-            keys[window.rows[:, None], window.positions] = key.transpose(0, 1)
-            values[window.rows[:, None], window.positions] = value.transpose(0, 1)
+        keys[window.rows[:, None], window.positions] = key.transpose(0, 1)
+        values[window.rows[:, None], window.positions] = value.transpose(0, 1)
         rows = slice(len(window.rows)) if window.whole else window.rows
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

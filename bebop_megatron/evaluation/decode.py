@@ -47,7 +47,16 @@ class SpeculativeDecoder:
         model = CachedModel(self.model, batch_size=self.config.batch_size, capacity=capacity)
         return model, Drafter(model, self.config, self.vocab_size) if self.config.gamma else None
 
+    def check(self, prompts: list[list[int]]) -> None:
+        """See that all of these prompts can be continued.
+
+        Raises:
+            ValueError: an empty prompt, ids outside the vocabulary, more positions than the model has.
+        """
+        self._capacity(prompts)
+
     def _capacity(self, prompts: list[list[int]]) -> int:
+        """Slots that a row needs at most."""
         if not prompts:
             raise ValueError("no prompts to generate from")
         for index, prompt in enumerate(prompts):

@@ -1,10 +1,9 @@
 """Drafts tokens with the MTP head, exactly as an inference engine does.
 
-Step i at anchor t takes the hidden state of step i-1 and the embedding of x_{t+i}, sits at rotary position
-t+i-1 and predicts x_{t+i+1}. In mode `chain` it writes its key to slot t+i-1 and attends to every slot up to
-there: keys of depth 1 up to the anchor, then the chain's own. Chain keys are temporary: once the tokens are
-confirmed, `confirm` overwrites the slots with keys of depth 1. In mode `first-depth` steps 2, 3, ... write
-nothing and attend to slots up to the anchor.
+Step i at anchor t takes the hidden state of step i-1 and the embedding of x_{t+i}, sits at rotary position t+i-1 and
+predicts x_{t+i+1}. It writes its key to slot t+i-1. In mode `chain` it attends to every slot up to there: keys of
+depth 1 up to the anchor, then the chain's own. In mode `first-depth` it attends to slots up to the anchor only. The
+keys of steps 2, 3, ... are temporary: once the tokens are confirmed, `confirm` overwrites them with keys of depth 1.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class Drafter:
         tokens, probs = [], []
         for step in range(1, self.config.gamma + 1):
             if step > 1:
-                chain = self.config.attention == "chain"
-                window = make_window(anchor + step - 1, length=length, last_key=None if chain else anchor, write=chain)
+                last_key = None if self.config.attention == "chain" else anchor
+                window = make_window(anchor + step - 1, length=length, last_key=last_key)
                 hidden = self.model.mtp(0, hidden, tokens[-1][:, None], window)
             logits = self.model.logits(hidden)[:, 0]
             if self.config.rule == "rejection":

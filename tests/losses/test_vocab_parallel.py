@@ -131,7 +131,7 @@ def check_filters(kind: str, group: Any) -> None:
 
 def check_nothing(group: Any) -> None:
     """No valid row, no row at all, and values that must not matter, on every rank."""
-    for kind in KINDS:
+    for kind in ("ce", "reverse-kl", "tv", "lk-hybrid"):
         for v in VOCABULARIES:
             for n in (0, 5):
                 nothing = torch.zeros(2, n, dtype=torch.bool)
