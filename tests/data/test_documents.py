@@ -7,6 +7,8 @@ machine, lines torn at characters that JSON allows, tests in the standard librar
 from __future__ import annotations
 
 import json
+import os
+import sysconfig
 
 import pytest
 
@@ -123,9 +125,27 @@ def test_a_limit_keeps_whole_documents_from_the_front():
         list(first_bytes(documents, 0))
 
 
-def test_the_standard_library_comes_without_tests_and_always_in_the_same_order():
+def test_the_standard_library_is_here_without_tests():
     files = list(stdlib_files())
-    assert files == list(stdlib_files())
     assert any(file.name == "argparse.py" for file in files)
     folders = {part for file in files for part in file.parts[-3:-1]}
     assert not folders & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_standard_library_has_the_same_order_on_every_file_system(tmp_path, monkeypatch, backwards):
+    kept = ["a.py", "b.py", "json/__init__.py", "json/tool.py", "xml/dom.py"]
+    left_out = ["test/a.py", "json/tests/a.py", "site-packages/a.py", "config-3.12-x86/a.py", "json/data.txt", "lib.so"]
+    for name in kept + left_out:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    walk = os.walk
+
+    def listed(folder):
+        for here, names, files in walk(folder):
+            names.sort(reverse=backwards)
+            yield here, names, sorted(files, reverse=backwards)
+
+    monkeypatch.setattr(os, "walk", listed)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert [file.relative_to(tmp_path).as_posix() for file in stdlib_files()] == kept

@@ -121,13 +121,10 @@ def test_loaded_model_is_the_trained_one(checkpoint):
 
 @on_cpu
 @pytest.mark.dist
-def test_checkpoint_without_a_head_or_with_too_few_positions_is_refused(checkpoint, prompts, tmp_path):
+def test_more_positions_than_the_model_has_are_refused(checkpoint, prompts):
     done = run("--load", checkpoint, "--prompts", prompts, "--max-new-tokens", "60")
     assert done.returncode != 0
     assert "error: a prompt of 12 tokens and max_new_tokens=60" in done.stderr
-    done = pretrain("--train-iters", "1", "--save", str(tmp_path), "--save-interval", "1", "--mtp-num-layers", "0")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "has no MTP weights" in failure("--load", str(tmp_path), "--prompts", prompts)
 
 
 def failure(*arguments: str) -> str:
@@ -143,6 +140,21 @@ def test_what_is_no_checkpoint_is_refused(prompts, tmp_path):
     assert "has no latest_checkpointed_iteration.txt" in failure("--load", "/nowhere", "--prompts", prompts)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert "iter_0000007 does not exist" in failure("--load", str(tmp_path), "--prompts", prompts)
+    (tmp_path / "iter_0000007").mkdir()
+    assert "not a torch_dist checkpoint" in failure("--load", str(tmp_path), "--prompts", prompts)
+
+
+def test_checkpoint_without_a_head_is_refused(prompts, tmp_path):
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    save(
+        {"decoder.final_layernorm.weight": torch.ones(2)},
+        storage_writer=FileSystemWriter(tmp_path / "iter_0000007"),
+        no_dist=True,
+    )
+    assert "has no MTP weights" in failure("--load", str(tmp_path), "--prompts", prompts)
 
 
 @pytest.mark.parametrize(

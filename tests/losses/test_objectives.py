@@ -182,6 +182,19 @@ def test_disjoint_distributions(k, kind):
         check(case.to(torch.float32), kind, 1e-3 if kind == "reverse-kl" else 2e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_almost_disjoint_distributions(kind):
+    """alpha is below the floor of `lk`, whose value is a constant there and whose gradient is not."""
+    problem = logits(3, 4, 8, holes=False)
+    far = torch.arange(8) * 3.0
+    case = replace(problem, draft=problem.draft / 4 + far, target=problem.target / 4 - far)
+    out, grad = check(case, kind)
+    assert (out.alpha > 0).all()
+    assert (out.alpha < 1e-4).all()
+    assert grad.abs().sum() > 0
+    check(case.to(torch.float32), kind, 2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ce"])
 def test_equal_distributions_are_accepted_and_leave_no_gradient(kind, dtype):
@@ -308,12 +321,24 @@ def test_the_number_of_anchors():
         assert run_logits(problem, "kl", horizon=horizon)[0].num_valid == count
 
 
+def nats(a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
+    """Sum of a log b, where 0 log 0 is 0."""
+    return torch.where(a > 0, a * log_b, 0).sum(-1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_statistics_are_what_they_are_called(dtype):
+    warm = logits(2, 20, 30)
     # few values on a coarse grid: many ties for the largest
-    coarse = logits(2, 40, 9)
-    coarse = replace(coarse, draft=coarse.draft.round(), target=coarse.target.round())
-    for problem in (logits(2, 20, 30).to(dtype), coarse.to(dtype)):
+    coarse = replace(logits(2, 40, 9), draft=logits(2, 40, 9).draft.round(), target=logits(2, 40, 9).target.round())
+    shut = torch.arange(30) % 3 == 1
+    closed = replace(
+        warm,
+        draft=warm.draft.masked_fill(shut, -torch.inf),
+        target=warm.target.masked_fill(shut, -torch.inf),
+        labels=warm.labels // 3 * 3,
+    )
+    for problem in (warm.to(dtype), coarse.to(dtype), closed.to(dtype)):
         valid = problem.valid
         log_q, log_p = problem.draft.double().log_softmax(-1), problem.target.double().log_softmax(-1)
         q, p = log_q.exp(), log_p.exp()
@@ -321,10 +346,10 @@ def test_statistics_are_what_they_are_called(dtype):
         expected = {
             "alpha": torch.minimum(p, q).sum(-1),
             "covered": (q * (q <= p)).sum(-1),
-            "kl": (p * (log_p - log_q)).sum(-1),
-            "reverse_kl": (q * (log_q - log_p)).sum(-1),
-            "target_entropy": -(p * log_p).sum(-1),
-            "draft_entropy": -(q * log_q).sum(-1),
+            "kl": nats(p, log_p) - nats(p, log_q),
+            "reverse_kl": nats(q, log_q) - nats(q, log_p),
+            "target_entropy": -nats(p, log_p),
+            "draft_entropy": -nats(q, log_q),
             "p_argmax_q": p.gather(-1, drafted)[..., 0],
             "greedy_target": drafted[..., 0] == problem.target.argmax(-1),
             "greedy_label": drafted[..., 0] == problem.labels,
