@@ -85,7 +85,7 @@ def row_stats(
     """
     n = len(draft.entropy)
     zero = draft.entropy.new_zeros(n)
-    parts = [zero] * 9
+    parts = [zero] * 8
     if target is not None:
         # a private copy, written over step by step: few blocks of logits may live at once
         log_p = target.log_probs[rows]
