@@ -30,32 +30,30 @@ def packed_segments(cu_seqlens: Tensor, length: int) -> Tensor:
     return torch.bucketize(position, cu_seqlens[1:].long(), right=True).unsqueeze(0)
 
 
+def _targets(mask: Tensor, depths: int) -> tuple[Tensor, Tensor]:
+    """Target position of each depth and position, clamped, and whether it is inside the sequence: [k, s] twice."""
+    s = mask.shape[1]
+    target = torch.arange(s, device=mask.device) + torch.arange(1, depths + 1, device=mask.device)[:, None]
+    return target.clamp(max=s - 1), target < s
+
+
+def valid_entries(mask: Tensor, depths: int, segments: Tensor | None = None) -> Tensor:
+    """Which (depth, anchor) count; the arguments of `align` -> [k, n] bool."""
+    target, inside = _targets(mask, depths)
+    valid = mask.bool().t()[target] & inside[..., None]
+    if segments is not None:
+        segment = segments.expand(mask.shape).t()
+        # segments are contiguous, so equal ends mean that every row between them is in the same one
+        valid &= segment[target] == segment
+    return valid.reshape(depths, -1)
+
+
 def align(mask: Tensor, depths: int, segments: Tensor | None = None) -> Alignment:
     """Tables for whole sequences, `mask[b, s]` as Megatron's loss mask.
 
     Shape: mask [b, s] any number or bool, segments [b, s] int or None (one document per sequence).
     """
-    b, s = mask.shape
-    position = torch.arange(s, device=mask.device)
-    step = torch.arange(1, depths + 1, device=mask.device)
-    target = position + step[:, None]
-    inside = target < s
-    target = target.clamp(max=s - 1)
-    valid = (mask.bool().t()[target]) & inside[..., None]
-    if segments is not None:
-        segment = segments.expand(b, s).t()
-        # segments are contiguous, so equal ends mean that every row between them is in the same one
-        valid &= segment[target] == segment
+    b = mask.shape[0]
+    target, _ = _targets(mask, depths)
     rows = target[..., None] * b + torch.arange(b, device=mask.device)
-    return Alignment(rows.reshape(depths, s * b), valid.reshape(depths, s * b))
-
-
-def counted_anchors(valid: Tensor, horizon: str) -> Tensor:
-    """How many anchors each depth's average runs over: valid [k, n] bool -> [k] int64.
-
-    `full` and `partial` count whole anchors, the same number for every depth; `per-depth` counts each depth's own.
-    """
-    if horizon == "per-depth":
-        return valid.sum(1)
-    chains = valid.all(0) if horizon == "full" else valid[0]
-    return chains.sum().expand(valid.shape[0])
+    return Alignment(rows.reshape(depths, -1), valid_entries(mask, depths, segments))

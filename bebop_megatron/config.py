@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-HORIZONS = ("full", "partial", "per-depth")
+from bebop_megatron.losses import OBJECTIVES
+from bebop_megatron.losses.prefix import HORIZONS
 
 
 def flag(name: str, help: str, default: Any = None, **metadata: Any) -> Any:
@@ -46,8 +47,6 @@ class ObjectiveConfig:
     )
 
     def __post_init__(self) -> None:
-        from bebop_megatron.losses import OBJECTIVES
-
         if self.loss is None:
             if self.joint:
                 raise ValueError("--mtp-joint has no effect without --mtp-loss: Megatron's own MTP loss is joint")

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bebop_megatron.alignment import align, counted_anchors, packed_segments
+from bebop_megatron.alignment import packed_segments, valid_entries
+from bebop_megatron.losses.prefix import anchors
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StepCounts:
 
 def local_counts(valid: Tensor, mask: Tensor, horizon: str) -> StepCounts:
     """Counts of one micro-batch alone: Megatron's own normalisation, exact when micro-batches count alike."""
-    return StepCounts(counted_anchors(valid, horizon).double(), mask.sum().double(), 1)
+    return StepCounts(anchors(valid, horizon).double(), mask.sum().double(), 1)
 
 
 def batch_counts(batches: Iterable[Any], depths: int, horizon: str) -> Tensor:
@@ -63,7 +64,7 @@ def batch_counts(batches: Iterable[Any], depths: int, horizon: str) -> Tensor:
         if bounds is not None:
             segments = torch.cat([packed_segments(row, mask.shape[1]) for row in bounds.view(mask.shape[0], -1)])
         total[1] += mask.sum().double().cpu()
-        total[2:] += counted_anchors(align(mask, depths, segments).valid, horizon).double().cpu()
+        total[2:] += anchors(valid_entries(mask, depths, segments), horizon).double().cpu()
     return total
 
 

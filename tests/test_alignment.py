@@ -2,7 +2,8 @@
 
 import torch
 
-from bebop_megatron.alignment import align, counted_anchors, packed_segments
+from bebop_megatron.alignment import align, packed_segments
+from bebop_megatron.losses.prefix import anchors
 
 
 def by_definition(mask, depths, segments):
@@ -53,6 +54,6 @@ def test_sequence_shorter_than_the_chain_has_no_full_anchor():
 
 def test_counts_follow_the_horizon():
     valid = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 0, 1, 0]], dtype=torch.bool)
-    assert counted_anchors(valid, "full").tolist() == [1, 1, 1]
-    assert counted_anchors(valid, "partial").tolist() == [3, 3, 3]
-    assert counted_anchors(valid, "per-depth").tolist() == [3, 3, 2]
+    assert anchors(valid, "full").tolist() == [1, 1, 1]
+    assert anchors(valid, "partial").tolist() == [3, 3, 3]
+    assert anchors(valid, "per-depth").tolist() == [3, 3, 2]

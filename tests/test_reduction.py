@@ -2,7 +2,8 @@
 
 import torch
 
-from bebop_megatron.alignment import align, counted_anchors
+from bebop_megatron.alignment import align
+from bebop_megatron.losses.prefix import anchors
 from bebop_megatron.reduction import StepCounts, batch_counts, local_counts
 
 
@@ -10,7 +11,7 @@ def test_counts_of_a_step_are_the_sum_over_its_batches():
     masks = [torch.ones(2, 8), torch.zeros(2, 8), torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1.0]] * 2)]
     for horizon in ("full", "partial", "per-depth"):
         total = batch_counts([{"loss_mask": m} for m in masks], 3, horizon)
-        expected = sum(counted_anchors(align(m, 3).valid, horizon).double() for m in masks)
+        expected = sum(anchors(align(m, 3).valid, horizon).double() for m in masks)
         assert total[0] == 0
         assert total[1] == sum(m.sum() for m in masks)
         assert torch.equal(total[2:], expected)

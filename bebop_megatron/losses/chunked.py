@@ -103,7 +103,7 @@ def _chunk(
     draft, *rest = softmaxes(blocks, shard)
     target = rest[0] if rest else None
     labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
-    stats = row_stats(draft, target, rows, labels, shard, full=options.needs_reverse_kl)
+    stats = row_stats(draft, target, rows, labels, shard)
     square = only_valid(stats.view(k, size), valid)
     value, coefficients = combined_terms(options.kind, options.mix, square, counted(valid, options.horizon))
     loss = (value * scale[:, None].to(value.dtype)).sum()

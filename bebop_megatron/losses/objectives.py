@@ -63,7 +63,7 @@ class _LogitObjective(torch.autograd.Function):
         draft, target = _softmaxes(draft_logits, target_logits, valid, options, shard)
         rows = torch.arange(k * n, device=valid.device)
         flat_labels = None if labels is None else labels.reshape(-1)
-        stats = row_stats(draft, target, rows, flat_labels, shard, full=options.needs_reverse_kl).view(k, n)
+        stats = row_stats(draft, target, rows, flat_labels, shard).view(k, n)
         stats = only_valid(stats, valid)
         value, coefficients = combined_terms(options.kind, options.mix, stats, counted(valid, options.horizon))
         ctx.save_for_backward(draft_logits, target_logits, labels, valid, scale, *coefficients.values())

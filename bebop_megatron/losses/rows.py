@@ -76,11 +76,10 @@ def _pick(log_probs: Tensor, column: Tensor, held: Tensor) -> Tensor:
 
 
 def row_stats(
-    draft: Softmax, target: Softmax | None, rows: Tensor, labels: Tensor | None, shard: VocabShard, full: bool
+    draft: Softmax, target: Softmax | None, rows: Tensor, labels: Tensor | None, shard: VocabShard
 ) -> RowStats:
     """All statistics [n] of n rows; row i meets target row `rows[i]`. Without target or labels theirs are 0.
 
-    `full` says that the objective needs reverse KL; it is cheap and always computed.
     Collectives: one all-reduce over the group.
     """
     n = len(draft.entropy)

@@ -40,6 +40,24 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
+def interrupt_moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From now on so many files are moved into place; the next one is interrupted, as by Ctrl-C."""
+
+    def interrupt(after: int) -> None:
+        replace, calls = Path.replace, []
+
+        def interrupted(self: Path, target: Path) -> Path:
+            if len(calls) == after:
+                raise KeyboardInterrupt
+            calls.append(target)
+            return replace(self, target)
+
+        monkeypatch.setattr(Path, "replace", interrupted)
+
+    return interrupt
+
+
+@pytest.fixture
 def chats() -> list[dict[str, Any]]:
     """Twelve conversations of one to three turns; every assistant word is in capitals, no other is."""
     records = []

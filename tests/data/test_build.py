@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from bebop_megatron.data import build as build_module
 from bebop_megatron.data.build import build
 from bebop_megatron.data.documents import Chat, Completion, Text, read_documents
 from bebop_megatron.data.encode import encode
@@ -181,19 +180,10 @@ def test_a_failed_build_leaves_the_old_files_alone(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("moved", range(11))
-def test_a_build_interrupted_while_it_moves_files_does_not_load(tmp_path, tokenizer, monkeypatch, moved):
+def test_a_build_interrupted_while_it_moves_files_does_not_load(tmp_path, tokenizer, interrupt_moves, moved):
     prefix = str(tmp_path / "a")
     build(TEXTS, tokenizer, prefix, holdout=0.2)
-    replace = Path.replace
-    calls = []
-
-    def interrupted(self, target):
-        if len(calls) == moved:
-            raise KeyboardInterrupt
-        calls.append(target)
-        return replace(self, target)
-
-    monkeypatch.setattr(build_module.Path, "replace", interrupted)
+    interrupt_moves(moved)
     with pytest.raises(KeyboardInterrupt):
         build(EXCHANGES, tokenizer, prefix, holdout=0.2, overwrite=True)
     assert not IndexedDataset.exists(prefix)

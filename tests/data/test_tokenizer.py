@@ -7,7 +7,6 @@ tokenizer from the same text, one that Megatron or transformers cannot load with
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -122,18 +121,9 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("moved", range(3))
-def test_an_interrupted_save_leaves_nothing_that_loads(tmp_path, tokenizer, monkeypatch, moved):
-    replace = Path.replace
-    calls = []
-
-    def interrupted(self, target):
-        if len(calls) == moved:
-            raise KeyboardInterrupt
-        calls.append(target)
-        return replace(self, target)
-
+def test_an_interrupted_save_leaves_nothing_that_loads(tmp_path, tokenizer, interrupt_moves, moved):
     save_tokenizer(tokenizer, str(tmp_path))
-    monkeypatch.setattr(Path, "replace", interrupted)
+    interrupt_moves(moved)
     with pytest.raises(KeyboardInterrupt):
         save_tokenizer(tokenizer, str(tmp_path))
     with pytest.raises(ValueError, match="no Hugging Face tokenizer"):
