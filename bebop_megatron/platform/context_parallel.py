@@ -1,4 +1,4 @@
-"""Which positions a context-parallel rank holds, and the all-gather that brings the others."""
+"""The all-gather that brings the other context-parallel ranks' keys and values."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-
-def zigzag_positions(bounds: Tensor, size: int, rank: int) -> Tensor:
-    """Global positions that `rank` of `size` holds: of each document's 2*size chunks, its own and the mirrored one.
-
-    Shape: bounds [documents + 1] int, cumulative, each document a multiple of 2*size long -> [positions/size] int64.
-    """
-    bounds = bounds.long()
-    if size == 1:
-        return torch.arange(int(bounds[-1]))
-    position = torch.arange(int(bounds[-1]))
-    document = torch.bucketize(position, bounds[1:], right=True)
-    chunk = (position - bounds[document]) * 2 * size // (bounds[document + 1] - bounds[document])
-    front = position[chunk == rank]
-    back = position[chunk == 2 * size - 1 - rank]
-    # within a document the front chunk comes first; documents stay in order
-    order = torch.argsort(torch.bucketize(torch.cat([front, back]), bounds[1:], right=True), stable=True)
-    return torch.cat([front, back])[order]
 
 
 class _AllGatherSequence(torch.autograd.Function):

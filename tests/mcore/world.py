@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-VOCAB, LENGTH, DEPTHS = 96, 16, 3
+from tests.mcore import batch
+
+DEPTHS = 3
+VOCAB, LENGTH = batch.VOCAB, batch.LENGTH
 
 
 @dataclass(frozen=True)
@@ -24,29 +27,31 @@ class Layout:
     pp: int = 1
     dp: int = 1
     micro_batch: int = 1
+    cp: int = 1
+    cp_layout: str = "zigzag"
+    # plain sequences, or documents: each alone, packed, or packed with padding (see batch.py)
+    data: str = "plain"
+    positions: str = "rope"
     stages: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
 
-def global_batch() -> dict[str, torch.Tensor]:
-    """Four sequences with no valid anchor, one, and many; labels outside the mask are -100."""
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=generator)
-    mask = torch.zeros(4, LENGTH)
-    mask[1, 5:8] = 1
-    mask[2] = 1
-    mask[3] = (torch.rand(LENGTH, generator=generator) < 0.7).float()
-    # the language-model loss must not see -100, so only labels that no depth may use get it
-    return {
-        "tokens": tokens[:, :-1].contiguous(),
-        "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": mask,
-        "position_ids": torch.arange(LENGTH).expand(4, -1).contiguous(),
-    }
+def micro_batches(layout: Layout, rank: int) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of one data-parallel rank."""
+    if layout.data in ("documents", "ragged-documents"):
+        return batch.documents(batch.EXACT if layout.data == "documents" else batch.RAGGED)
+    data = {
+        "plain": batch.plain,
+        "packed": lambda: batch.packed(batch.EXACT),
+        "padded": lambda: batch.packed(batch.RAGGED),
+    }[layout.data]()
+    per_rank, size = 4 // layout.dp, layout.micro_batch
+    starts = range(rank * per_rank, (rank + 1) * per_rank, size)
+    return [{k: v[start : start + size] for k, v in data.items()} for start in starts]
 
 
 def same_weights_everywhere(model: torch.nn.Module) -> None:
@@ -87,7 +92,7 @@ def build(layout: Layout) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp, context_parallel_size=layout.cp)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     settings: dict[str, Any] = {
@@ -100,6 +105,7 @@ def build(layout: Layout) -> Any:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "pipeline_model_parallel_layout": layout.stages,
+        "context_parallel_size": layout.cp,
         "pipeline_dtype": torch.float32,
         "mtp_num_layers": DEPTHS,
         "mtp_use_repeated_layer": True,
@@ -123,7 +129,7 @@ def build(layout: Layout) -> Any:
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
+        position_embedding_type=layout.positions,
         share_embeddings_and_output_weights=False,
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True),
     )
@@ -132,11 +138,26 @@ def build(layout: Layout) -> Any:
 
 
 def _forward_step(data_iterator: Any, model: Any) -> Any:
-    batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    from bebop_megatron.alignment import layout_of
+    from bebop_megatron.mcore.sharding import pack, shard
+
+    group = parallel_state.get_context_parallel_group()
+    whole, packed = pack(next(data_iterator))
+    mine = shard(whole, packed, group, layout_of(get_model_config(model)))
+    mask = mine["loss_mask"]
+    output = model(
+        mine["tokens"],
+        mine["position_ids"],
+        None,
+        labels=mine["labels"],
+        loss_mask=mask,
+        packed_seq_params=packed,
+    )
 
     def loss(output: torch.Tensor) -> Any:
-        mask = batch["loss_mask"]
         total, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
         return total, tokens, {"lm": torch.stack([total.detach(), tokens.float()])}
 
@@ -161,22 +182,17 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
         config.mtp_detach_heads = True
         config.bebop_objective = None
     else:
-        attach(config, objective)
+        attach(config, objective, cp_layout=layout.cp_layout)
     config.finalize_model_grads_func = finalize_model_grads
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     wrapped.zero_grad_buffer()
 
-    rank, per_rank = parallel_state.get_data_parallel_rank(), 4 // layout.dp
-    mine = {k: v[rank * per_rank : (rank + 1) * per_rank] for k, v in global_batch().items()}
-    count = per_rank // layout.micro_batch
-    batches = [
-        {k: v[i * layout.micro_batch : (i + 1) * layout.micro_batch] for k, v in mine.items()} for i in range(count)
-    ]
+    batches = micro_batches(layout, parallel_state.get_data_parallel_rank())
     get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=iter(batches),
         model=[wrapped],
-        num_microbatches=count,
+        num_microbatches=len(batches),
         seq_length=LENGTH,
         micro_batch_size=layout.micro_batch,
         forward_only=False,
@@ -192,11 +208,14 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
             else:
                 grad = torch.cat(shards, parameter.partition_dim)
         grads[name] = grad
-    sums = attached(config).loss_sums if objective is not None else None
-    if sums is not None:
-        sums = sums.clone()
-        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return {"grads": grads, "loss": None if sums is None else float(sums[0] / sums[1]), "steps": sums}
+    out: dict[str, Any] = {"grads": grads, "loss": None}
+    attachment = attached(config) if objective is not None else None
+    if attachment is not None and attachment.loss_sums is not None:
+        sums = torch.cat([attachment.loss_sums, attachment.meter.state()])
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        out["loss"] = float(sums[0] / sums[1])
+        out["metrics"] = attachment.meter.compute(sums[2:])
+    return out
 
 
 def _rank_main(rank: int, world: int, folder: str, cases: list[tuple[str, Layout, Any]]) -> None:
@@ -240,7 +259,7 @@ def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
         for rank in ranks:
             merged["grads"].update({k: v for k, v in rank[name]["grads"].items() if k.startswith("mtp.")})
             if rank[name]["loss"] is not None:
-                merged["loss"] = rank[name]["loss"]
+                merged |= {key: rank[name][key] for key in ("loss", "metrics")}
             for key, value in rank[name]["grads"].items():
                 merged.setdefault("backbone", {})[key] = value
         results[name] = merged
