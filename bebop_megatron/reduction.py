@@ -75,9 +75,13 @@ def batch_counts(batches: Iterable[Any], depths: int, horizon: str) -> Tensor:
             continue
         unpadded, bounds = _document_bounds(batch, len(mask))
         total[1] += mask.sum().double().cpu()
-        # without labels (RL-style) the mask is one of tokens: see `targets_of`
-        ahead = 0 if batch.get("labels") is not None or batch.get("tokens") is None else 1
-        valid = valid_entries(mask, depths + ahead, bounds, unpadded)[ahead:]
+        allowed, ahead = mask != 0, 0
+        if batch.get("labels") is not None:
+            allowed &= batch["labels"] >= 0
+        elif batch.get("tokens") is not None:
+            # without labels (RL-style) the mask is one of tokens: see `targets_of`
+            ahead = 1
+        valid = valid_entries(allowed, depths + ahead, bounds, unpadded)[ahead:]
         total[2:] += anchors(valid, horizon).double().cpu()
     return total
 

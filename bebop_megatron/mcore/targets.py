@@ -71,15 +71,17 @@ def targets_of(
     ahead = 0 if labels is not None else 1
     known = input_ids if labels is None else labels
     assert known is not None
-    allowed = torch.ones_like(known, dtype=torch.float32) if mask is None else mask
+    mask = torch.ones_like(known, dtype=torch.float32) if mask is None else mask
+    # a negative label (-100) is no token, whatever the mask says
+    allowed = (mask != 0) & (known >= 0)
     b, s = known.shape
     shard = shard_of(packed, s, group, layout, known.device)
     reach = Reach.of(shard, depths + ahead)
-    seen = reach.extend(torch.stack([known.t(), (allowed.t() != 0).to(known.dtype)], dim=-1), group)[reach.rows]
+    seen = reach.extend(torch.stack([known.t(), allowed.t().to(known.dtype)], dim=-1), group)[reach.rows]
     valid = chains(seen[..., 1] != 0, reach.position, ends_of(packed, reach, shard.length))
     return Targets(
         reach,
         Alignment(rows_of_batch(reach.rows[:depths], b), valid[ahead:]),
         seen[ahead:, ..., 0].reshape(depths, -1),
-        allowed.sum(),
+        mask.sum(),
     )

@@ -68,3 +68,46 @@ def _bounds(lengths: list[list[int]]) -> Tensor:
     for row, sample in zip(out, lengths, strict=True):
         row[: len(sample) + 1] = torch.tensor([0, *sample]).cumsum(0)
     return out
+
+
+def _one_rank() -> dict[str, Tensor]:
+    """Targets whose chains start only on rank 0 of two in zigzag."""
+    mask = torch.zeros(4, LENGTH)
+    mask[:, :4] = 1
+    mask[:, 13:] = 1
+    return plain() | {"loss_mask": mask}
+
+
+def _minus_hundred() -> dict[str, Tensor]:
+    """What is not a target is marked in the labels alone."""
+    batch = plain()
+    labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
+    return batch | {"labels": labels, "loss_mask": torch.ones(4, LENGTH)}
+
+
+def _without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v for k, v in batch.items() if k != "labels"}
+
+
+def _labels_from_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Labels and their mask as ids and a mask of ids say: the last position of a document predicts nothing."""
+    ahead = {k: torch.nn.functional.pad(batch[k][:, 1:], (0, 1)) for k in ("tokens", "loss_mask")}
+    return batch | {"labels": ahead["tokens"], "loss_mask": ahead["loss_mask"]}
+
+
+# what a data-parallel world of one rank reads: micro-batches, or rows to be cut into them
+FORMS = {
+    "plain": plain,
+    "documents": lambda: documents(EXACT),
+    "ragged-documents": lambda: documents(RAGGED),
+    "packed": lambda: packed(EXACT),
+    "padded": lambda: packed(RAGGED),
+    "twice": lambda: {k: torch.cat([v, v]) for k, v in plain().items()},
+    "nothing": lambda: plain() | {"loss_mask": torch.zeros(4, LENGTH)},
+    "one-rank": _one_rank,
+    "minus-hundred": _minus_hundred,
+    "tokens": lambda: _without_labels(plain()),
+    "packed-tokens": lambda: _without_labels(packed(EXACT)),
+    "labelled-tokens": lambda: _labels_from_tokens(plain()),
+    "labelled-documents": lambda: [_labels_from_tokens(d) for d in documents(EXACT)],
+}

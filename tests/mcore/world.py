@@ -29,8 +29,12 @@ class Layout:
     micro_batch: int = 1
     cp: int = 1
     cp_layout: str = "zigzag"
-    # plain sequences, or documents: each alone, packed, or packed with padding (see batch.py)
+    # one of batch.FORMS
     data: str = "plain"
+    # a batch that the counting ahead cannot read, as a training loop of the user's own may bring it
+    readable: bool = True
+    evaluate: bool = False
+    fp16: bool = False
     positions: str = "rope"
     stages: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -40,16 +44,12 @@ class Layout:
         return self.tp * self.pp * self.dp * self.cp
 
 
-def micro_batches(layout: Layout, rank: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(layout: Layout, rank: int) -> list[Any]:
     """The micro-batches of one data-parallel rank."""
-    if layout.data in ("documents", "ragged-documents"):
-        return batch.documents(batch.EXACT if layout.data == "documents" else batch.RAGGED)
-    data = {
-        "plain": batch.plain,
-        "packed": lambda: batch.packed(batch.EXACT),
-        "padded": lambda: batch.packed(batch.RAGGED),
-    }[layout.data]()
-    per_rank, size = 4 // layout.dp, layout.micro_batch
+    data = batch.FORMS[layout.data]()
+    if isinstance(data, list):
+        return data
+    per_rank, size = len(data["tokens"]) // layout.dp, layout.micro_batch
     starts = range(rank * per_rank, (rank + 1) * per_rank, size)
     return [{k: v[start : start + size] for k, v in data.items()} for start in starts]
 
@@ -120,6 +120,8 @@ def build(layout: Layout) -> Any:
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
     }
+    if layout.fp16:
+        settings |= {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     config = TransformerConfig(**(settings | layout.overrides))
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     model = GPTModel(
@@ -145,20 +147,23 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
     from bebop_megatron.mcore.sharding import pack, shard
 
     group = parallel_state.get_context_parallel_group()
-    whole, packed = pack(next(data_iterator))
+    data = next(data_iterator)
+    whole, packed = pack(data if isinstance(data, dict) else dict(data))
     mine = shard(whole, packed, group, layout_of(get_model_config(model)))
     mask = mine["loss_mask"]
     output = model(
         mine["tokens"],
         mine["position_ids"],
         None,
-        labels=mine["labels"],
+        labels=mine.get("labels"),
         loss_mask=mask,
         packed_seq_params=packed,
     )
 
     def loss(output: torch.Tensor) -> Any:
-        total, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
+        # without labels the model gives logits [b, s, v/tp], as a policy loss would use them
+        value = output.float() if "labels" in mine else output.float().mean(-1)
+        total, tokens = (value * mask).sum(), mask.sum().to(torch.int)
         return total, tokens, {"lm": torch.stack([total.detach(), tokens.float()])}
 
     return output, loss
@@ -172,7 +177,9 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
 
     from bebop_megatron.mcore import attach, attached
 
@@ -184,10 +191,21 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
     else:
         attach(config, objective, cp_layout=layout.cp_layout)
     config.finalize_model_grads_func = finalize_model_grads
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    module: Any = model
+    if layout.fp16:
+        scaler = DynamicGradScaler(
+            2.0**14, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2
+        )
+        config.grad_scale_func = lambda loss: scaler.scale * loss
+        module = Float16Module(config, model)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, ddp, module)
     wrapped.zero_grad_buffer()
+    wrapped.train(not layout.evaluate)
 
     batches = micro_batches(layout, parallel_state.get_data_parallel_rank())
+    if not layout.readable:
+        batches = [tuple(batch.items()) for batch in batches]
     get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=iter(batches),
@@ -195,11 +213,13 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
         num_microbatches=len(batches),
         seq_length=LENGTH,
         micro_batch_size=layout.micro_batch,
-        forward_only=False,
+        forward_only=layout.evaluate,
     )
     grads, group = {}, parallel_state.get_tensor_model_parallel_group()
     for name, parameter in model.named_parameters():
         grad = parameter.main_grad.clone()
+        if layout.fp16:
+            grad /= float(scaler.scale)
         if getattr(parameter, "tensor_model_parallel", False) and layout.tp > 1:
             shards = [torch.empty_like(grad) for _ in range(layout.tp)]
             torch.distributed.all_gather(shards, grad, group=group)
