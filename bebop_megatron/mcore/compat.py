@@ -24,7 +24,7 @@ _LOSS_PARAMETERS = (
     "scale_logits_fn",
     "input_ids",
 )
-_SCHEDULE_PARAMETERS = ("data_iterator", "model", "num_microbatches")
+_SCHEDULE_PARAMETERS = ("data_iterator", "model", "num_microbatches", "seq_length")
 
 
 @dataclass(frozen=True)

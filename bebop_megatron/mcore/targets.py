@@ -71,9 +71,9 @@ def targets_of(
     ahead = 0 if labels is not None else 1
     known = input_ids if labels is None else labels
     assert known is not None
-    mask = torch.ones_like(known, dtype=torch.float32) if mask is None else mask
+    weights = torch.ones_like(known, dtype=torch.float32) if mask is None else mask
     # a negative label (-100) is no token, whatever the mask says
-    allowed = (mask != 0) & (known >= 0)
+    allowed = (weights != 0) & (known >= 0)
     b, s = known.shape
     shard = shard_of(packed, s, group, layout, known.device)
     reach = Reach.of(shard, depths + ahead)
@@ -83,5 +83,5 @@ def targets_of(
         reach,
         Alignment(rows_of_batch(reach.rows[:depths], b), valid[ahead:]),
         seen[ahead:, ..., 0].reshape(depths, -1),
-        mask.sum(),
+        weights.sum(),
     )

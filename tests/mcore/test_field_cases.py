@@ -18,7 +18,7 @@ from tests.mcore.world import DEPTHS, Layout, run
 pytestmark = pytest.mark.dist
 
 TV, JOINT = ObjectiveConfig(loss="tv"), ObjectiveConfig(loss="kl", joint=True)
-KL = ObjectiveConfig(loss="kl")
+KL, PARTIAL = ObjectiveConfig(loss="kl"), ObjectiveConfig(loss="tv", horizon="partial")
 PER_TOKEN = {"calculate_per_token_loss": True}
 NO_MTP = {"mtp_loss_scaling_factor": 0.0}
 ONE = {
@@ -30,6 +30,7 @@ ONE = {
     "fp16": (Layout(fp16=True), KL),
     "fp16-per-token": (Layout(fp16=True, overrides=PER_TOKEN), KL),
     "ragged-documents": (Layout(data="ragged-documents"), TV),
+    "partial": (Layout(data="ragged-documents"), PARTIAL),
     "learned": (Layout(positions="learned_absolute"), TV),
     "learned-documents": (Layout(positions="learned_absolute", data="documents"), TV),
     "learned-packed": (Layout(positions="learned_absolute", data="packed"), TV),
@@ -38,8 +39,8 @@ ONE = {
     "labelled-documents": (Layout(data="labelled-documents"), TV),
     "packed-tokens": (Layout(data="packed-tokens"), TV),
     "whole-micro-batch": (Layout(micro_batch=4), TV),
-    "unreadable": (Layout(micro_batch=4, readable=False), TV),
-    "unreadable-per-token": (Layout(micro_batch=4, readable=False, overrides=PER_TOKEN), TV),
+    "unreadable": (Layout(micro_batch=4, batches="unreadable"), TV),
+    "unreadable-per-token": (Layout(micro_batch=4, batches="unreadable", overrides=PER_TOKEN), TV),
     "evaluation": (Layout(evaluate=True), TV),
     "joint-per-token": (Layout(overrides=PER_TOKEN), JOINT),
     "joint": (Layout(), JOINT),
@@ -52,14 +53,16 @@ TWO = {
     "per-token-cp2": (Layout(cp=2, overrides=PER_TOKEN), TV),
     "nothing": (Layout(cp=2, data="nothing"), TV),
     "one-rank": (Layout(cp=2, data="one-rank"), TV),
-    "one-rank-unreadable": (Layout(cp=2, data="one-rank", micro_batch=4, readable=False), TV),
+    "one-rank-unreadable": (Layout(cp=2, data="one-rank", micro_batch=4, batches="unreadable"), TV),
     "one-rank-unreadable-per-token": (
-        Layout(cp=2, data="one-rank", micro_batch=4, readable=False, overrides=PER_TOKEN),
+        Layout(cp=2, data="one-rank", micro_batch=4, batches="unreadable", overrides=PER_TOKEN),
         TV,
     ),
+    "cut": (Layout(cp=2, micro_batch=4, batches="cut"), TV),
     "minus-hundred": (Layout(cp=2, data="minus-hundred"), TV),
     "fp16": (Layout(cp=2, fp16=True), KL),
     "padded": (Layout(cp=2, data="padded"), TV),
+    "partial": (Layout(cp=2, data="padded"), PARTIAL),
     "contiguous": (Layout(cp=2, positions="learned_absolute", cp_layout="contiguous"), TV),
     "learned": (Layout(cp=2, positions="learned_absolute"), TV),
     "learned-packed": (Layout(cp=2, positions="learned_absolute", data="packed"), TV),
@@ -172,6 +175,7 @@ def test_case_10_labels_of_minus_hundred_are_no_positions(one, two):
 
 def test_case_11_packed_shift_stops_where_padding_starts(one, two):
     same(two["padded"], one["ragged-documents"])
+    same(two["partial"], one["partial"])
 
 
 def test_case_12_rows_ahead_come_from_the_rank_that_holds_them_in_either_layout(one, two):
@@ -204,10 +208,11 @@ def test_labels_absent_means_that_ids_are_the_labels(one, two):
     same(two["packed-tokens"], one["labelled-documents"])
 
 
-def test_batches_that_cannot_be_counted_ahead_are_normalised_by_micro_batch(one):
+def test_batches_that_cannot_be_counted_ahead_are_normalised_by_micro_batch(one, two):
     # the same number where one micro-batch is the whole batch
     same(one["unreadable"], one["plain"])
     same(one["unreadable-per-token"], one["plain"])
+    same(two["cut"], one["plain"])
 
 
 def test_evaluation_computes_no_mtp_loss_and_no_rank_waits(one, two):

@@ -31,8 +31,8 @@ class Layout:
     cp_layout: str = "zigzag"
     # one of batch.FORMS
     data: str = "plain"
-    # a batch that the counting ahead cannot read, as a training loop of the user's own may bring it
-    readable: bool = True
+    # as a training loop of the user's own may bring it: `unreadable`, or `cut` over the ranks before it is read
+    batches: str = "whole"
     evaluate: bool = False
     fp16: bool = False
     positions: str = "rope"
@@ -149,7 +149,9 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
     group = parallel_state.get_context_parallel_group()
     data = next(data_iterator)
     whole, packed = pack(data if isinstance(data, dict) else dict(data))
-    mine = shard(whole, packed, group, layout_of(get_model_config(model)))
+    mine = whole
+    if packed is not None or whole["tokens"].shape[1] == LENGTH:
+        mine = shard(whole, packed, group, layout_of(get_model_config(model)))
     mask = mine["loss_mask"]
     output = model(
         mine["tokens"],
@@ -182,6 +184,7 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
     from megatron.core.transformer.module import Float16Module
 
     from bebop_megatron.mcore import attach, attached
+    from bebop_megatron.mcore.sharding import shard
 
     model = build(layout)
     config = model.config
@@ -204,8 +207,11 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
     wrapped.train(not layout.evaluate)
 
     batches = micro_batches(layout, parallel_state.get_data_parallel_rank())
-    if not layout.readable:
-        batches = [tuple(batch.items()) for batch in batches]
+    if layout.batches == "unreadable":
+        batches = [tuple(item.items()) for item in batches]
+    elif layout.batches == "cut":
+        cp_group = parallel_state.get_context_parallel_group()
+        batches = [shard(item, None, cp_group, layout.cp_layout) for item in batches]
     get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=iter(batches),
