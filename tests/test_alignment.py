@@ -129,6 +129,14 @@ def test_every_rank_finds_every_row_ahead_inside_its_own_rows_and_the_halo(name,
         assert len(reaches[0].exported) == min(pieces * depths, length // size)
 
 
+def test_rows_behind_the_last_document_of_a_shard_start_no_chain():
+    bounds = torch.tensor([0, 8, 12])
+    for rank in range(2):
+        reach = Reach.of(ContextShard(bounds, 16, 2, rank), 2)
+        assert reach.position.tolist()[6:] == [16, 16]
+        assert document_ends(reach.position, bounds[None])[0].tolist() == [8] * 4 + [12] * 2 + [0] * 2
+
+
 def test_halo_grows_with_the_depths_and_not_with_the_sequence():
     lengths = [1 << 10, 1 << 14]
     sizes = {len(Reach.of(ContextShard.of(n, None, 4, 1, "zigzag"), 5).exported) for n in lengths}

@@ -24,7 +24,7 @@ class ContextShard:
     r and 2*size-1-r, so that causal attention is balanced. `contiguous`: every unit is cut into `size` chunks.
     Everything is a closed form of `bounds`: no loop over units, and nothing waits for the device.
 
-    Shape: bounds [units + 1] int64, cumulative, from 0 to `length`; a unit is a multiple of its number of chunks long,
+    Shape: bounds [units + 1] int64, cumulative, from 0; a unit is a multiple of its number of chunks long,
     and may be empty.
     """
 
@@ -62,7 +62,10 @@ class ContextShard:
         return (self.bounds.diff() // (self.pieces * self.size)).clamp(min=1)
 
     def positions(self, rank: int | None = None) -> Tensor:
-        """Positions that a rank (by default this one) holds, in its order: -> [local_length] int64."""
+        """Positions that a rank (by default this one) holds, in its order: -> [local_length] int64.
+
+        Rows behind the last unit are nobody's: their position is `length`.
+        """
         rank = self.rank if rank is None else rank
         row = torch.arange(self.local_length, device=self.bounds.device)
         if self.size == 1:
@@ -73,7 +76,8 @@ class ContextShard:
         inside = row - starts[unit]
         second = inside // chunk
         number = torch.where(second > 0, 2 * self.size - 1 - rank, rank) if self.pieces == 2 else rank
-        return self.bounds[unit] + number * chunk + inside % chunk
+        position = self.bounds[unit] + number * chunk + inside % chunk
+        return torch.where(row < starts[-1], position, self.length)
 
     def locate(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Who holds positions, and where: -> (rank, row there, number of the piece there, offset in the piece)."""

@@ -1,4 +1,4 @@
-"""The all-gather that brings the other context-parallel ranks' keys and values."""
+"""Which positions a context-parallel rank holds, and the all-gather that brings the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from bebop_megatron.alignment import ContextShard
+
+
+def zigzag_positions(bounds: Tensor, size: int, rank: int) -> Tensor:
+    """Global positions that `rank` of `size` holds: of each document's 2*size chunks, its own and the mirrored one.
+
+    Shape: bounds [documents + 1] int, cumulative, each document a multiple of 2*size long -> [positions/size] int64.
+    """
+    return ContextShard(bounds.long(), int(bounds[-1]), size, rank).positions()
 
 
 class _AllGatherSequence(torch.autograd.Function):
