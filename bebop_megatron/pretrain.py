@@ -47,6 +47,10 @@ def _check_data_files(args: Any) -> None:
             # a blend alternates weights and prefixes; object stores are Megatron's to check
             if prefix.replace(".", "", 1).isdigit() or "://" in prefix:
                 continue
+            if args.sft:
+                if not Path(prefix).is_file():
+                    raise ValueError(f"--{option.replace('_', '-')} {prefix}: give the .jsonl file of conversations")
+                continue
             for suffix in (".bin", ".idx"):
                 if not Path(prefix + suffix).is_file():
                     raise ValueError(
@@ -67,10 +71,12 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.config import FreezeConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
+    from bebop_megatron.mcore.batches import check_packed_arguments
     from bebop_megatron.schedule.freezing import freeze
     from bebop_megatron.schedule.phases import FreezeSchedule
 
     _check_data_files(args)
+    check_packed_arguments(args)
     objective = config_from_args(ObjectiveConfig, args)
     schedule = config_from_args(FreezeConfig, args).schedule
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)

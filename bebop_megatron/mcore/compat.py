@@ -24,7 +24,7 @@ _LOSS_PARAMETERS = (
     "scale_logits_fn",
     "input_ids",
 )
-_SCHEDULE_PARAMETERS = ("data_iterator", "model", "num_microbatches")
+_SCHEDULE_PARAMETERS = ("data_iterator", "model", "num_microbatches", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ SCHEDULE_SEAMS = tuple(
         "forward_backward_pipelining_with_interleaving",
     )
 )
+EMBEDDING_SEAM = Seam(
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",
+    "_get_embeddings",
+    ("input_ids", "position_ids", "embedding", "hidden_states", "packed_seq_params", "padding_mask"),
+)
 LOGGING_SEAM = Seam(
     "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
     "track_mtp_metrics",
@@ -75,7 +80,7 @@ def check() -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, LOGGING_SEAM):
+    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, LOGGING_SEAM):
         target = getattr(seam.owner(), seam.name, None)
         where = f"{seam.module.replace(':', '.')}.{seam.name}"
         if target is None:

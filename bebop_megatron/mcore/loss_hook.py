@@ -11,50 +11,41 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
-from bebop_megatron.alignment import align, packed_segments
+from bebop_megatron.alignment import layout_of
 from bebop_megatron.losses import fused_linear_objective
 from bebop_megatron.mcore.attachment import Attachment, attached
+from bebop_megatron.mcore.targets import Targets, targets_of
 from bebop_megatron.reduction import StepCounts, local_counts
 
 
 def _whole_sequence(hidden: Tensor, config: Any, tp_group: Any) -> Tensor:
-    """Rows of the sequence-parallel ranks put together: [s/tp, b, h] -> [s * b, h]."""
+    """Rows of the sequence-parallel ranks put together: [s/cp/tp, b, h] -> [s/cp, b, h]."""
     if config.sequence_parallel:
         # the objective returns the complete gradient on every rank, so the way back is a split, not a sum
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
-    return hidden.reshape(-1, hidden.shape[-1])
+    return hidden
 
 
-def _labels_and_mask(labels: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels and mask [b, s]; without labels (RL-style forward) both come from the ids, the last position has none."""
-    if labels is not None:
-        return labels, torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
-    # such a mask says which *tokens* may be targets, as the ids do: both move together
-    of_tokens = torch.ones_like(input_ids, dtype=torch.float32) if mask is None else mask
-    last = torch.zeros_like(of_tokens[:, :1])
-    return torch.roll(input_ids, -1, dims=1), torch.cat([of_tokens[:, 1:], last], dim=1)
+def _counts(attachment: Attachment, targets: Targets, cp_group: Any) -> tuple[StepCounts, int]:
+    """The counts to normalise by, and over how many data x context parallel ranks they run.
 
-
-def _segments(packed_seq_params: Any, length: int) -> Tensor | None:
-    if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
-        return None
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_segments(packed_seq_params.cu_seqlens_q if padded is None else padded, length)
-
-
-def _counts(attachment: Attachment, valid: Tensor, mask: Tensor) -> tuple[StepCounts, int]:
-    """The counts to normalise by, and over how many data x context parallel ranks they run."""
+    Collectives: none, or in a training loop of the caller's own one all-reduce over the context-parallel group.
+    """
     if attachment.counts is not None:
         return attachment.counts, parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     # a training loop of the caller's own: Megatron's normalisation, by the micro-batch's own count
-    return local_counts(valid, mask, attachment.objective.resolved_horizon), 1
+    counts = local_counts(
+        targets.alignment.valid, targets.num_tokens, attachment.objective.resolved_horizon, group=cp_group
+    )
+    return counts, 1 if cp_group is None else cp_group.size()
 
 
 def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap Megatron's `process_mtp_loss`; models without our objective still call the original.
 
     Collectives: those of `fused_linear_objective` over the tensor-parallel group, and under sequence parallelism one
-    all-gather of hidden states for the backbone and one for each depth.
+    all-gather of hidden states for the backbone and one for each depth. Under context parallelism, two all-gathers of
+    the halo over its group, one of labels and masks and one of backbone hidden states, whatever the number of depths.
     """
 
     def process_mtp_loss(
@@ -95,31 +86,24 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         backbone, *drafts = torch.chunk(hidden_states, 1 + depths, dim=0)
         if not is_training or (labels is None and input_ids is None):
             return backbone
-        if cp_group is not None and cp_group.size() > 1:
-            raise NotImplementedError(
-                f"--mtp-loss {attachment.objective.loss} does not support context parallelism yet "
-                f"(--context-parallel-size {cp_group.size()})"
-            )
         objective = attachment.objective
         assert objective.loss is not None
-        known = labels if input_ids is None else input_ids
-        assert known is not None
-        ids, mask = _labels_and_mask(labels, loss_mask, known)
-        table = align(mask, depths, _segments(packed_seq_params, ids.shape[1]))
+        targets = targets_of(labels, loss_mask, input_ids, depths, packed_seq_params, cp_group, layout_of(config))
+        table = targets.alignment
         weight = output_layer.weight if output_weight is None else output_weight
         # MuP scales logits by a constant
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
-        target = _whole_sequence(backbone.detach(), config, tp_group)
-        draft = torch.stack([_whole_sequence(hidden, config, tp_group) for hidden in drafts])
-        counts, replicas = _counts(attachment, table.valid, mask)
+        target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group)
+        draft = torch.stack([_whole_sequence(hidden, config, tp_group).flatten(0, 1) for hidden in drafts])
+        counts, replicas = _counts(attachment, targets, cp_group)
         out = fused_linear_objective(
             draft,
-            target,
+            target.flatten(0, 1),
             weight if objective.joint else weight.detach(),
             target_rows=table.target_rows,
             kind=objective.loss,
             valid=table.valid,
-            labels=ids.t().reshape(-1)[table.target_rows],
+            labels=targets.labels,
             group=tp_group if tp_group is not None and tp_group.size() > 1 else None,
             vocab_size=attachment.vocab_size,
             draft_temperature=objective.temperature,

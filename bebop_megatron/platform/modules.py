@@ -15,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from bebop_megatron.platform.context_parallel import all_gather_sequence, zigzag_positions
+from bebop_megatron.alignment import ContextShard, layout_of
+from bebop_megatron.platform.context_parallel import all_gather_sequence
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any, eps: float) -> Tensor:
@@ -68,7 +69,7 @@ class CpuLayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class CpuDotProductAttention(MegatronModule):
-    """Causal or full attention with grouped queries, packed sequences and zigzag context parallelism.
+    """Causal or full attention with grouped queries, packed sequences and context parallelism.
 
     Shape: q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] (packed: [t, heads/tp, d]) -> [s, b, heads/tp * d].
     Collectives: with context parallelism, one all-gather of k and of v over the cp group; one all-reduce each back.
@@ -101,14 +102,17 @@ class CpuDotProductAttention(MegatronModule):
             if attention_mask is not None and attention_mask.shape[-2:] == (q.shape[0], k.shape[0]):
                 return ~attention_mask.bool()
             return None
-        if packed is None:
-            bounds = torch.tensor([0, q.shape[0] * cp])
-        else:
+        length, bounds = q.shape[0] * cp, None
+        if packed is not None:
             bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        query_at = zigzag_positions(bounds, cp, self.cp_group.rank())
-        key_at = torch.cat([zigzag_positions(bounds, cp, rank) for rank in range(cp)])
-        segment = lambda at: torch.bucketize(at, bounds[1:].long(), right=True)  # noqa: E731
-        return (query_at[:, None] >= key_at[None]) & (segment(query_at)[:, None] == segment(key_at)[None])
+        shard = ContextShard.of(length, bounds, cp, self.cp_group.rank(), layout_of(self.config), q.device)
+        query_at = shard.positions()
+        key_at = torch.cat([shard.positions(rank) for rank in range(cp)])
+        seen = query_at[:, None] >= key_at
+        if bounds is not None:
+            query_in, key_in = (torch.bucketize(at, bounds[1:].long(), right=True) for at in (query_at, key_at))
+            seen &= query_in[:, None] == key_in
+        return seen
 
     def forward(
         self,
