@@ -55,6 +55,9 @@ SCHEDULE_SEAMS = tuple(
         "forward_backward_pipelining_with_interleaving",
     )
 )
+SPEC_SEAM = Seam(
+    "megatron.core.models.gpt.gpt_layer_specs", "get_gpt_mtp_block_spec_for_backend", ("config", "spec", "backend")
+)
 LOGGING_SEAM = Seam(
     "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
     "track_mtp_metrics",
@@ -75,7 +78,7 @@ def check() -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, LOGGING_SEAM):
+    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, SPEC_SEAM, LOGGING_SEAM):
         target = getattr(seam.owner(), seam.name, None)
         where = f"{seam.module.replace(':', '.')}.{seam.name}"
         if target is None:

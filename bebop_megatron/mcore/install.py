@@ -5,6 +5,7 @@ from __future__ import annotations
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.logging import make_track_mtp_metrics
 from bebop_megatron.mcore.loss_hook import make_process_mtp_loss
+from bebop_megatron.mcore.spec import make_mtp_block_spec
 from bebop_megatron.mcore.step_counts import with_step_counts
 from bebop_megatron.patching import Patcher
 
@@ -12,7 +13,7 @@ _patcher = Patcher()
 
 
 def install() -> None:
-    """Rebind Megatron's MTP loss, its schedules and its MTP logging. Calling it again does nothing.
+    """Rebind Megatron's MTP loss, its schedules, its MTP block spec and its MTP logging. Calling it again does nothing.
 
     Models whose config carries no objective of ours behave exactly as before; `__wrapped__` keeps each original.
 
@@ -25,6 +26,7 @@ def install() -> None:
     for seams, wrap in (
         (compat.LOSS_SEAMS, make_process_mtp_loss),
         (compat.SCHEDULE_SEAMS, with_step_counts),
+        ((compat.SPEC_SEAM,), make_mtp_block_spec),
     ):
         for seam in seams:
             _patcher.set(seam.owner(), seam.name, wrap(getattr(seam.owner(), seam.name)))

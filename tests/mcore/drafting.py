@@ -1,0 +1,135 @@
+"""Tiny models with our MTP layers, and two slow ways to compute what each draft step must be.
+
+`decoded` feeds tokens one verification at a time to the evaluation decoder's key-value cache; `dense` lays anchors and
+chain steps of all depths out as one sequence under an explicit mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB, DEPTHS = 32, 4
+
+
+def build(mode: str, *, latent: bool = False, engine: bool = True, position: str = "rope", **overrides: Any) -> Any:
+    """A two-layer GPTModel whose MTP layer works in `mode`; weights depend on the parameters' names only."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    from bebop_megatron.mcore.spec import mtp_block_spec
+    from tests.mcore.world import same_weights_everywhere
+
+    tp, cp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": None if latent else 2,
+        "ffn_hidden_size": 48,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+        "mtp_num_layers": DEPTHS,
+        "mtp_use_repeated_layer": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "qk_layernorm": not latent,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    config = (MLATransformerConfig if latent else TransformerConfig)(**(settings | overrides))
+    kinds = {
+        "num_experts": config.num_moe_experts,
+        "qk_layernorm": not latent,
+        "multi_latent_attention": latent,
+    }
+    if engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=128,
+        position_embedding_type=position,
+        share_embeddings_and_output_weights=False,
+        mtp_block_spec=mtp_block_spec(config, spec, use_transformer_engine=engine, mode=mode),
+    )
+    same_weights_everywhere(model)
+    return model
+
+
+def packing(lengths: list[int], padded: list[int] | None = None) -> Any:
+    """Megatron's description of documents packed into one sequence."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = lambda sizes: torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)  # noqa: E731
+    real, whole = bounds(lengths), None if padded is None else bounds(padded)
+    longest = max(padded or lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def positions_of(lengths: list[int]) -> Tensor:
+    """Position ids [1, s] that start again with every document."""
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def hidden_by_depth(model: Any, ids: Tensor, position_ids: Tensor, packed: Any = None) -> Tensor:
+    """What a training pass computes: final-normed hidden states [1 + k, s/tp, b, h] of backbone and depths."""
+    out: list[Tensor] = []
+    handle = model.mtp.register_forward_hook(lambda module, args, output: out.append(output))
+    s = ids.shape[1]
+    mask = None if packed is not None else torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    model(ids, position_ids, mask, labels=ids, packed_seq_params=packed)
+    handle.remove()
+    return out[0].unflatten(0, (1 + model.config.mtp_num_layers, -1))
+
+
+def decoded(model: Any, tokens: list[int], mode: str) -> Tensor:
+    """Hidden states [k, n, h] of every step at every anchor of one document, from an incremental decoder with a cache.
+
+    Entry (i, t) is filled where the document holds x_{t+i}; the others are NaN.
+    """
+    from bebop_megatron.evaluation.cache import make_window
+    from bebop_megatron.evaluation.cached_model import CachedModel
+
+    n, k = len(tokens), model.config.mtp_num_layers
+    x = torch.tensor([tokens])
+    cached = CachedModel(model, batch_size=1, capacity=n + k)
+    result = torch.full((k, n, model.config.hidden_size), torch.nan)
+    with cached.attached():
+        at = torch.arange(n)[None]
+        backbone = cached.backbone(x, make_window(at, length=n))
+        for anchor in range(n - 1):
+            # every anchor is the last confirmed one once: keys of step 1 up to it, none behind
+            known = at[:, : anchor + 1]
+            window = make_window(known, length=n + k)
+            hidden = cached.mtp(0, backbone[: anchor + 1], x[:, 1 : anchor + 2], window)[-1:]
+            for depth in range(1, min(k, n - 1 - anchor) + 1):
+                if depth > 1:
+                    last = None if mode == "chain" else torch.tensor([[anchor]])
+                    window = make_window(torch.tensor([[anchor + depth - 1]]), length=n + k, last_key=last)
+                    hidden = cached.mtp(0, hidden, x[:, anchor + depth, None], window)
+                result[depth - 1, anchor] = hidden[0, 0]
+    return result
