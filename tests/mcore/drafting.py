@@ -49,6 +49,9 @@ def build(mode: str, *, latent: bool = False, engine: bool = True, position: str
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
     }
+    if latent:
+        sizes = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12}
+        settings |= sizes | {"rope_type": "rope"}
     config = (MLATransformerConfig if latent else TransformerConfig)(**(settings | overrides))
     kinds = {
         "num_experts": config.num_moe_experts,
@@ -95,13 +98,13 @@ def positions_of(lengths: list[int]) -> Tensor:
     return torch.cat([torch.arange(n) for n in lengths])[None]
 
 
-def hidden_by_depth(model: Any, ids: Tensor, position_ids: Tensor, packed: Any = None) -> Tensor:
+def hidden_by_depth(model: Any, ids: Tensor, position_ids: Tensor | None = None, packed: Any = None) -> Tensor:
     """What a training pass computes: final-normed hidden states [1 + k, s/tp, b, h] of backbone and depths."""
     out: list[Tensor] = []
     handle = model.mtp.register_forward_hook(lambda module, args, output: out.append(output))
-    s = ids.shape[1]
-    mask = None if packed is not None else torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
-    model(ids, position_ids, mask, labels=ids, packed_seq_params=packed)
+    if position_ids is None:
+        position_ids = torch.arange(ids.shape[1]).expand_as(ids)
+    model(ids, position_ids, None, labels=ids, packed_seq_params=packed)
     handle.remove()
     return out[0].unflatten(0, (1 + model.config.mtp_num_layers, -1))
 
@@ -133,3 +136,51 @@ def decoded(model: Any, tokens: list[int], mode: str) -> Tensor:
                     hidden = cached.mtp(0, hidden, x[:, anchor + depth, None], window)
                 result[depth - 1, anchor] = hidden[0, 0]
     return result
+
+
+def dense(model: Any, backbone: Tensor, ids: Tensor, mode: str) -> Tensor:
+    """Hidden states [k, s, b, h] of every step, recomputed with ordinary attention under an explicit mask.
+
+    `model` is one in mode `per-depth`. Depth i runs on the i * s rows of depths 1..i one after another: nothing is
+    carried; the mask says who sees whom. Differentiable.
+    """
+    layer, s = model.mtp.layers[0], ids.shape[1]
+    rows, tokens, places, outputs = [backbone], [], [], []
+    table = model.rotary_pos_emb(s + model.config.mtp_num_layers)
+    for depth in range(1, model.config.mtp_num_layers + 1):
+        tokens.append(torch.nn.functional.pad(ids[:, depth:], (0, depth)))
+        places.append(torch.arange(s) + depth - 1)
+        embedded = model.embedding(input_ids=torch.cat(tokens, 1), position_ids=None)
+        output = layer._proj_and_transformer_layer(
+            hidden_states=torch.cat(rows),
+            decoder_input=embedded,
+            attention_mask=~visible(depth, torch.arange(s), torch.zeros(s), mode)[None, None],
+            rotary_pos_emb=table[torch.cat(places)],
+        )
+        outputs.append(output[-s:])
+        rows.append(output[-s:])
+    return torch.stack(outputs)
+
+
+def visible(depths: int, position: Tensor, first: Tensor, mode: str) -> Tensor:
+    """Who sees whom among the rows of depths 1..k, one after another: [k * s, k * s] bool."""
+    s = len(position)
+    depth = torch.arange(1, depths + 1).repeat_interleave(s)
+    at, start = position.repeat(depths), first.repeat(depths)
+    step_one = (depth == 1) & (at <= at[:, None]) & (at >= start[:, None])
+    own = (depth > 1) & (depth <= depth[:, None]) & (at == at[:, None])
+    return step_one | own if mode == "chain" else step_one
+
+
+def gradients(model: Any, outputs: Tensor, seed: int = 5) -> dict[str, Tensor]:
+    """Gradients of the MTP parameters for a fixed random slope of the depths' hidden states [k, s, b, h].
+
+    The last k anchors of each sequence have no slope: not all of their steps have a token.
+    """
+    slope = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(seed))
+    slope[:, -model.config.mtp_num_layers :] = 0
+    parameters = {name: p for name, p in model.mtp.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        parameter.grad = None
+    (outputs * slope).sum().backward()
+    return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
