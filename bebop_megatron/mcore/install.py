@@ -5,7 +5,7 @@ from __future__ import annotations
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.logging import make_track_mtp_metrics
 from bebop_megatron.mcore.loss_hook import make_process_mtp_loss
-from bebop_megatron.mcore.spec import make_mtp_block_spec
+from bebop_megatron.mcore.spec import make_builder_mtp_block_spec, make_mtp_block_spec
 from bebop_megatron.mcore.step_counts import with_step_counts
 from bebop_megatron.patching import Patcher
 
@@ -32,6 +32,15 @@ def install() -> None:
             _patcher.set(seam.owner(), seam.name, wrap(getattr(seam.owner(), seam.name)))
     owner, name = compat.LOGGING_SEAM.owner(), compat.LOGGING_SEAM.name
     _patcher.set(owner, name, staticmethod(make_track_mtp_metrics(getattr(owner, name))))
+
+
+def install_builder() -> None:
+    """`install()`, and the builder of `megatron.training`, which a program without it never imports."""
+    install()
+    seam = compat.BUILDER_SEAM
+    if not hasattr(getattr(seam.owner(), seam.name), "__wrapped__"):
+        compat.check((seam,))
+        _patcher.set(seam.owner(), seam.name, make_builder_mtp_block_spec(getattr(seam.owner(), seam.name)))
 
 
 def uninstall() -> None:

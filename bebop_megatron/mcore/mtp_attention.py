@@ -82,3 +82,22 @@ def require_supported(config: Any, mode: str) -> None:
     found = _obstacles(config)
     if found:
         raise ValueError(f"--mtp-attention {mode} does not work here: {'; '.join(found)}")
+
+
+def require_attention_only(pattern: str | None, config: Any) -> None:
+    """Refuse a HybridModel whose MTP layers remember in another way than by keys and values.
+
+    Raises:
+        ValueError: the MTP part of the pattern has recurrent layers, and the config's mode needs keys.
+    """
+    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
+
+    if pattern is None or mtp_attention(config) == PER_DEPTH:
+        return
+    mtp = parse_hybrid_pattern(pattern).mtp_pattern or ""
+    recurrent = sorted({symbol for symbol in mtp if symbol in (Symbols.MAMBA, Symbols.GDN, Symbols.DS_ATTENTION)})
+    if recurrent:
+        raise ValueError(
+            f"--mtp-attention {mtp_attention(config)} needs MTP layers that remember by keys and values, and the MTP "
+            f"pattern {mtp!r} has {', '.join(recurrent)}: use attention (*) there, or --mtp-attention per-depth"
+        )

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer.multi_token_prediction import (
@@ -23,7 +24,12 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from bebop_megatron.mcore.mtp_attention import mtp_attention, set_mtp_attention, wants_our_layers
+from bebop_megatron.mcore.mtp_attention import (
+    mtp_attention,
+    require_attention_only,
+    set_mtp_attention,
+    wants_our_layers,
+)
 from bebop_megatron.mcore.mtp_layer import DraftStepLayer
 from bebop_megatron.mcore.presets import require_preset
 
@@ -54,6 +60,31 @@ def make_mtp_block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
         return block if block is None or not wants_our_layers(config) else _with_our_layers(block, None)
 
     return get_gpt_mtp_block_spec_for_backend
+
+
+def _linear_attention(config: Any) -> bool:
+    return getattr(config, "experimental_attention_variant", None) == "gated_delta_net"
+
+
+def make_builder_mtp_block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the GPT builder's own function, which knows no MTP for models with gated delta net layers.
+
+    Their MTP layer is the decoder's last one with ordinary attention, as in Qwen3-Next and Qwen3.5.
+    """
+
+    @functools.wraps(original)
+    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
+        transformer = config.transformer
+        if not (wants_our_layers(transformer) and transformer.mtp_num_layers and _linear_attention(transformer)):
+            return original(config, transformer_layer_spec, vp_stage=vp_stage)
+        layers = variants.get_transformer_layer_with_experimental_attention_variant_spec(transformer)
+        ordinary = [x for x in layers if hasattr(x.submodules.self_attention.submodules, "core_attention")]  # pyright: ignore[reportAttributeAccessIssue]
+        engine = transformer.transformer_impl == "transformer_engine"
+        return gpt_layer_specs.get_gpt_mtp_block_spec(
+            transformer, ordinary[-1], use_transformer_engine=engine, vp_stage=vp_stage
+        )
+
+    return mtp_block_spec
 
 
 def mtp_block_spec(
@@ -92,19 +123,23 @@ def hybrid_spec(stack: Any, mode: str | None = None) -> ModuleSpec:
 
 
 def use_mtp_attention(config: Any, mode: str | None) -> None:
-    """Have the model of a GPTModelConfig or HybridModelConfig built with our MTP layers, once `install()` has run.
+    """Have the model of a GPTModelConfig or HybridModelConfig built with our MTP layers.
 
     Raises:
         ValueError: the mode does not work with this config.
     """
+    from bebop_megatron.mcore.install import install_builder
+
+    install_builder()
     set_mtp_attention(config.transformer, mode)
     if hasattr(config, "hybrid_stack_spec"):
+        require_attention_only(config.hybrid_layer_pattern, config.transformer)
         config.hybrid_stack_spec = hybrid_spec(config.hybrid_stack_spec or hybrid_stack_spec)
 
 
 def _gpt(config: Any, vp_stage: int | None, mode: str) -> Any:
     """The decoder spec that Megatron would choose without `--spec`; the config gets our mark."""
-    from bebop_megatron.mcore.install import install
+    from bebop_megatron.mcore.install import install, install_builder
 
     # a builder makes the MTP block from the config, not from the spec that it is given
     install()
@@ -113,7 +148,10 @@ def _gpt(config: Any, vp_stage: int | None, mode: str) -> Any:
     if transformer is not config:
         from megatron.training.models.gpt import default_layer_spec
 
+        install_builder()
         return default_layer_spec(config, vp_stage)  # pyright: ignore[reportArgumentType]
+    if _linear_attention(config):
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     engine = getattr(config, "transformer_impl", "transformer_engine") == "transformer_engine"
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
