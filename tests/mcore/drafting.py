@@ -195,3 +195,62 @@ def gradients(model: Any, outputs: Tensor, seed: int = 5) -> dict[str, Tensor]:
         parameter.grad = None
     (outputs * slope).sum().backward()
     return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+
+
+def hybrid_stack(mode: str) -> Any:
+    """A HybridModel stack spec of attention and MLP layers that runs on a CPU, with our MTP layers."""
+    from functools import partial
+
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from bebop_megatron.mcore.spec import hybrid_spec
+    from bebop_megatron.platform.modules import CpuDotProductAttention, CpuNorm
+
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CpuDotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=CpuNorm,
+            k_layernorm=CpuNorm,
+        ),
+    )
+    mlp = partial(
+        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    layer = mtp.MultiTokenPredictionLayerSubmodules(
+        enorm=CpuNorm, hnorm=CpuNorm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=CpuNorm
+    )
+    block = ModuleSpec(
+        module=mtp.MultiTokenPredictionBlock,
+        submodules=mtp.MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=layer)]
+        ),
+    )
+    stack = ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(
+                    input_layernorm=CpuNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
+                ),
+            ),
+            mlp_layer=ModuleSpec(
+                module=TransformerLayer,
+                submodules=TransformerLayerSubmodules(pre_mlp_layernorm=CpuNorm, mlp=mlp, mlp_bda=get_bias_dropout_add),
+            ),
+            mtp_block_spec=block,
+        ),
+    )
+    return hybrid_spec(stack, mode)
