@@ -18,7 +18,7 @@ class Anchors:
 
     Shape: position [s] int64, ascending, in the whole (packed) sequence of S tokens; first and end [s] int64, where the
     anchor's document starts and stops; order [S] int64 or None, what puts the rows of all ranks, in rank order, into
-    sequence order. `host` holds (position, first) as Python integers: blocks are cut without waiting for the device.
+    sequence order. `host` holds (position, first) on the CPU: blocks are cut without waiting for the device.
     """
 
     position: Tensor
@@ -26,14 +26,14 @@ class Anchors:
     end: Tensor
     order: Tensor | None
     cp_group: Any
-    host: tuple[tuple[int, ...], tuple[int, ...]]
+    host: tuple[Tensor, Tensor]
 
     def spans(self, rows: int) -> list[tuple[int, int, int, int]]:
         """Cut the anchors into blocks: (first row, last row + 1, first key, last key + 1 that the block can see)."""
         position, first = self.host
         starts = range(0, len(position), rows)
         ends = [min(start + rows, len(position)) for start in starts]
-        return [(a, z, first[a], position[z - 1] + 1) for a, z in zip(starts, ends, strict=True)]
+        return [(a, z, int(first[a]), int(position[z - 1]) + 1) for a, z in zip(starts, ends, strict=True)]
 
     def whole(self, x: Tensor) -> Tensor:
         """Rows of every context-parallel rank, in sequence order: [s, ...] -> [S, ...].
@@ -72,5 +72,4 @@ def find_anchors(length: int, packed: Any, cp_group: Any, device: torch.device) 
     document = torch.bucketize(position, bounds[1:], right=True)
     first, end = bounds[document], bounds[document + 1]
     order = None if cp == 1 else torch.argsort(torch.cat(at)).to(device)
-    host = (tuple(position.tolist()), tuple(first.tolist()))
-    return Anchors(position.to(device), first.to(device), end.to(device), order, cp_group, host)
+    return Anchors(position.to(device), first.to(device), end.to(device), order, cp_group, (position, first))

@@ -49,7 +49,7 @@ def _rotary_step(table: Tensor | None, anchors: Anchors, packed: bool) -> Tensor
         # row = position in the document
         return table[min(1, len(table) - 1)]
     # a context-parallel rank holds the rows of its own positions
-    return table[-1] / max(1, anchors.host[0][-1])
+    return table[-1] / max(1, int(anchors.host[0][-1]))
 
 
 class DraftStepLayer(MultiTokenPredictionLayer):

@@ -184,17 +184,18 @@ def visible(depths: int, position: Tensor, first: Tensor, mode: str) -> Tensor:
 
 
 def gradients(model: Any, outputs: Tensor, seed: int = 5) -> dict[str, Tensor]:
-    """Gradients of the MTP parameters for a fixed random slope of the depths' hidden states [k, s, b, h].
+    """Gradients of all parameters that have one, for a fixed random slope of the depths' hidden states [k, s, b, h].
 
     The last k anchors of each sequence have no slope: not all of their steps have a token.
     """
     slope = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(seed))
     slope[:, -model.config.mtp_num_layers :] = 0
-    parameters = {name: p for name, p in model.mtp.named_parameters() if p.requires_grad}
+    parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = None
     (outputs * slope).sum().backward()
-    return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    # the backbone's hidden states share a tensor with the depths', and get zeros from them
+    return {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None and p.grad.any()}
 
 
 def hybrid_stack(mode: str) -> Any:

@@ -19,7 +19,7 @@ def make_anchors():
     end = torch.tensor(LENGTHS).cumsum(0)
     document = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     position, first = torch.arange(int(end[-1])), (end - torch.tensor(LENGTHS))[document]
-    return Anchors(position, first, end[document], None, None, (tuple(position.tolist()), tuple(first.tolist())))
+    return Anchors(position, first, end[document], None, None, (position, first))
 
 
 def inputs(b, n, g, d, dv, dtype):
@@ -108,3 +108,18 @@ def test_narrow_types_accumulate_in_float32(dtype):
         torch.autograd.grad(f(*leaves, anchors, "chain", 0.3).double().sum(), leaves[1][0])[0] for f in (ours, dense)
     ]
     assert (grads[0] - grads[1]).abs().max() <= 4 * tolerance * grads[1].abs().max()
+
+
+def test_saved_memory_grows_with_the_sequence_and_not_with_its_square():
+    saved = {}
+    for length in (64, 128):
+        position, zero = torch.arange(length), torch.zeros(length, dtype=torch.int64)
+        anchors = Anchors(position, zero, zero + length, None, None, (position, zero))
+        make = lambda heads, s=length: torch.randn(s, 1, heads, 8, requires_grad=True)  # noqa: E731
+        query, key, value, own = make(4), make(2), make(2), ((make(2),), (make(2),))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, n=length: saved.setdefault(n, []).append(x.numel()) or x, lambda x: x
+        ):
+            subject.draft_attention(query, key, value, *own, anchors=anchors)
+    # query and output, keys and values of step 1 and of the chain, one log-sum-exp for each row and head
+    assert sum(saved[128]) == 2 * sum(saved[64]) == 128 * (2 * 4 * 8 + 2 * 2 * 8 + 2 * 2 * 8 + 4)

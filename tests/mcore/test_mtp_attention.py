@@ -88,14 +88,21 @@ def test_packed_documents_equal_the_decoder_on_each(mode, kind, padded):
 
 @pytest.mark.parametrize("mode", ["chain", "first-depth"])
 @pytest.mark.parametrize("kind", ["grouped-queries", "output-gate"])
-def test_gradients_equal_a_dense_recomputation(mode, kind):
+@pytest.mark.parametrize("joint", [False, True], ids=["detached", "joint"])
+def test_gradients_equal_a_dense_recomputation(mode, kind, joint):
     ids = random_ids(2, 12)
-    plain, model = (drafting.build(m, mtp_detach_heads=True, **MODELS[kind]) for m in ("per-depth", mode))
+    plain, model = (drafting.build(m, mtp_detach_heads=not joint, **MODELS[kind]) for m in ("per-depth", mode))
     hidden = drafting.hidden_by_depth(model, ids)
-    reference = drafting.dense(plain, hidden[0].detach(), ids, mode)
+    backbone = drafting.hidden_by_depth(plain, ids)[0]
+    reference = drafting.dense(plain, backbone if joint else backbone.detach(), ids, mode)
     k = drafting.DEPTHS
     torch.testing.assert_close(hidden[1:, :-k], reference[:, :-k], rtol=1e-5, atol=1e-5)
-    close(drafting.gradients(model, hidden[1:]), drafting.gradients(plain, reference))
+    grads, expected = drafting.gradients(model, hidden[1:]), drafting.gradients(plain, reference)
+    if not joint:
+        # the recomputation does not detach embeddings
+        assert expected.pop("embedding.word_embeddings.weight") is not None
+    assert all(name.startswith("mtp.") for name in grads) != joint
+    close(grads, expected)
 
 
 RECOMPUTE = {

@@ -325,10 +325,12 @@ def test_gated_delta_net_decoder_gets_the_gated_attention_layer_as_its_mtp_layer
     from megatron.core.ssm.gated_delta_net import common
 
     from bebop_megatron.mcore.presets import preset
-    from bebop_megatron.mcore.spec import qwen3_5
+    from bebop_megatron.mcore.spec import per_depth, qwen3_5
+    from tests.mcore.world import same_weights_everywhere
 
-    # the torch path is taken in deterministic mode; its constructor asks for the kernels all the same
+    # deterministic mode takes the torch path, which asks for the kernels' package all the same
     monkeypatch.setattr(common, "HAVE_FLA", True)
+    monkeypatch.setattr(common, "l2norm", lambda x: torch.nn.functional.normalize(x, dim=-1))
     config = model_config(
         num_layers=4,
         experimental_attention_variant="gated_delta_net",
@@ -343,7 +345,16 @@ def test_gated_delta_net_decoder_gets_the_gated_attention_layer_as_its_mtp_layer
         setattr(config, field, value)
     config.transformer_layer_spec = qwen3_5
     model = built(config)
+    same_weights_everywhere(model)
     assert not hasattr(model.decoder.layers[0].self_attention, "core_attention")
     (attention,) = model.mtp.layers[0].attentions
     assert attention.config.attention_output_gate
     assert model.mtp.layers[0].mode == "chain"
+
+    config.transformer_layer_spec = per_depth
+    plain = built(config)
+    same_weights_everywhere(plain)
+    ids = random_ids(1, 16)
+    hidden = drafting.hidden_by_depth(model, ids)
+    reference = drafting.dense(plain, hidden[0].detach(), ids, "chain")
+    torch.testing.assert_close(hidden[1:, : -drafting.DEPTHS], reference[:, : -drafting.DEPTHS], rtol=1e-5, atol=1e-5)
