@@ -68,10 +68,11 @@ def _model_config(args: Any) -> Any:
     from megatron.training import get_tokenizer
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    from bebop_megatron.config import FreezeConfig, ObjectiveConfig
+    from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
     from bebop_megatron.mcore.batches import check_packed_arguments
+    from bebop_megatron.mcore.spec import use_mtp_attention
     from bebop_megatron.schedule.freezing import freeze
     from bebop_megatron.schedule.phases import FreezeSchedule
 
@@ -81,6 +82,9 @@ def _model_config(args: Any) -> Any:
     schedule = config_from_args(FreezeConfig, args).schedule
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
+    attention = config_from_args(AttentionConfig, args).mode
+    if attention is not None or objective.loss is not None:
+        use_mtp_attention(config, attention)
     if schedule is None:
         return config
 

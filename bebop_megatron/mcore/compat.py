@@ -60,6 +60,10 @@ EMBEDDING_SEAM = Seam(
     "_get_embeddings",
     ("input_ids", "position_ids", "embedding", "hidden_states", "packed_seq_params", "padding_mask"),
 )
+SPEC_SEAM = Seam(
+    "megatron.core.models.gpt.gpt_layer_specs", "get_gpt_mtp_block_spec_for_backend", ("config", "spec", "backend")
+)
+BUILDER_SEAM = Seam("megatron.training.models.gpt", "mtp_block_spec", ("config", "transformer_layer_spec", "vp_stage"))
 LOGGING_SEAM = Seam(
     "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
     "track_mtp_metrics",
@@ -67,8 +71,12 @@ LOGGING_SEAM = Seam(
 )
 
 
-def check() -> None:
-    """See that this Megatron has every name that `install` rebinds, with the parameters it relies on.
+def _installed_seams() -> tuple[Seam, ...]:
+    return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM)
+
+
+def check(seams: tuple[Seam, ...] | None = None) -> None:
+    """See that this Megatron has every name of `seams`, by default all that `install` rebinds, with its parameters.
 
     Raises:
         RuntimeError: the version is outside 0.19, or a name or parameter is missing.
@@ -80,7 +88,7 @@ def check() -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, LOGGING_SEAM):
+    for seam in _installed_seams() if seams is None else seams:
         target = getattr(seam.owner(), seam.name, None)
         where = f"{seam.module.replace(':', '.')}.{seam.name}"
         if target is None:

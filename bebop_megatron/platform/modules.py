@@ -71,7 +71,7 @@ class CpuLayerNormColumnParallelLinear(ColumnParallelLinear):
 class CpuDotProductAttention(MegatronModule):
     """Causal or full attention with grouped queries, packed sequences and context parallelism.
 
-    Shape: q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] (packed: [t, heads/tp, d]) -> [s, b, heads/tp * d].
+    Shape: q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] -> [s, b, heads/tp * d]; packed: without b.
     Collectives: with context parallelism, one all-gather of k and of v over the cp group; one all-reduce each back.
     """
 
@@ -125,7 +125,8 @@ class CpuDotProductAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> Tensor:
         packed = packed_seq_params if packed_seq_params is not None and packed_seq_params.qkv_format == "thd" else None
-        if query.dim() == 3:
+        flat = query.dim() == 3
+        if flat:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if self.cp_group.size() > 1:
             key, value = (all_gather_sequence(x, self.cp_group) for x in (key, value))
@@ -142,4 +143,6 @@ class CpuDotProductAttention(MegatronModule):
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        out = out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        # latent attention looks for padded values in a packed output by its number of dimensions
+        return out.squeeze(1) if flat else out
