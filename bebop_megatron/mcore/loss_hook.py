@@ -14,6 +14,7 @@ from torch import Tensor
 from bebop_megatron.alignment import align, packed_segments
 from bebop_megatron.losses import fused_linear_objective
 from bebop_megatron.mcore.attachment import Attachment, attached
+from bebop_megatron.mcore.freeze_state import freeze_state, is_frozen
 from bebop_megatron.reduction import StepCounts, local_counts
 
 
@@ -91,6 +92,9 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
                 scale_logits_fn=scale_logits_fn,
                 input_ids=input_ids,
             )
+        if is_frozen(config, "mtp"):
+            # no MTP layer has run, the hidden states are the backbone's alone
+            return hidden_states
         depths = config.mtp_num_layers
         backbone, *drafts = torch.chunk(hidden_states, 1 + depths, dim=0)
         if not is_training or (labels is None and input_ids is None):
@@ -111,11 +115,12 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
         target = _whole_sequence(backbone.detach(), config, tp_group)
         draft = torch.stack([_whole_sequence(hidden, config, tp_group) for hidden in drafts])
+        joint = objective.joint and not is_frozen(config, "backbone")
         counts, replicas = _counts(attachment, table.valid, mask)
         out = fused_linear_objective(
             draft,
             target,
-            weight if objective.joint else weight.detach(),
+            weight if joint else weight.detach(),
             target_rows=table.target_rows,
             kind=objective.loss,
             valid=table.valid,
@@ -128,12 +133,18 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             horizon=objective.resolved_horizon,
             reduction="sum",
             row_scale=counts.mean_scale(),
-            weight_requires_grad=objective.joint and weight.requires_grad,
+            weight_requires_grad=joint and weight.requires_grad,
         )
         attachment.meter.update(out.stats, table.valid)
         attachment.add_loss(out.loss, 1 / (counts.num_microbatches * replicas))
         divisor = counts.megatron_divisor(config.calculate_per_token_loss, replicas)
-        return MTPLossAutoScaler.apply(backbone, config.mtp_loss_scaling_factor * divisor * out.loss)
+        loss = config.mtp_loss_scaling_factor * divisor * out.loss
+        state = freeze_state(config)
+        if state is not None and "backbone" in state.frozen:
+            # tied to the model's output instead, so that nothing is propagated back through the LM head
+            state.pending = loss
+            return backbone
+        return MTPLossAutoScaler.apply(backbone, loss)
 
     process_mtp_loss.__wrapped__ = original  # pyright: ignore[reportFunctionMemberAccess]
     return process_mtp_loss
