@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bebop_megatron.losses.label_loss import label_nll
 from bebop_megatron.losses.objectives import (
     ObjectiveOutput,
     only_valid,
@@ -35,6 +36,9 @@ class _Inputs:
     target_rows: Tensor
     labels: Tensor | None
     valid: Tensor
+    row_labels: Tensor | None = None
+    # [rows that have labels], written chunk by chunk
+    row_nll: Tensor | None = None
 
 
 def _chunk_tokens(k: int, columns: int) -> int:
@@ -42,7 +46,7 @@ def _chunk_tokens(k: int, columns: int) -> int:
 
 
 def _needed_rows(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Target rows that one chunk needs, each once, and every entry's place among them."""
+    """Rows that one chunk needs, each once, and every entry's place among them."""
     # an entry that is not valid borrows a row that is needed anyway
     some = torch.where(valid, rows, rows.new_tensor(torch.iinfo(rows.dtype).max)).min()
     some = torch.where(valid.any(), some, 0)
@@ -77,6 +81,33 @@ def _run(
     return total, stats, grad_hidden, grad_weight
 
 
+def _target_logits(inputs: _Inputs, part: slice, options: Options, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Logits [rows, columns] of the target rows that some tokens need, and each entry's place [k * size] among them.
+
+    The tokens' own rows come from the same product, if the loss of their labels is wanted.
+    """
+    assert inputs.target_hidden is not None
+    targets, valid = inputs.target_rows[:, part], inputs.valid[:, part]
+    own = None
+    if inputs.row_labels is not None:
+        own = torch.arange(part.start, part.stop, device=targets.device)
+        wanted = inputs.row_labels[part] >= 0
+        targets, valid = torch.cat([targets, own[None]]), torch.cat([valid, wanted[None]])
+    needed, place = _needed_rows(targets, valid)
+    # where nothing is valid, the row that all entries borrow may hold NaN
+    table = inputs.target_hidden[needed].masked_fill(~valid.any(), 0)
+    if own is None:
+        return _project(table, inputs.weight[: shard.columns]), place.reshape(-1)
+    assert inputs.row_labels is not None
+    assert inputs.row_nll is not None
+    # the language-model loss has the padding columns in its sum
+    logits = _project(table, inputs.weight)
+    labels = inputs.row_labels[part]
+    nll = label_nll(logits[place[-1]] * options.logit_scale, labels.clamp(min=0), shard.group)
+    inputs.row_nll[part] = torch.where(labels >= 0, nll, 0)
+    return logits[:, : shard.columns], place[:-1].reshape(-1)
+
+
 def _chunk(
     inputs: _Inputs,
     part: slice,
@@ -95,11 +126,8 @@ def _chunk(
     blocks = [working_logits(_project(hidden, head), options.draft_temperature, options.logit_scale, shard)]
     rows = torch.zeros(k * size, dtype=torch.int64, device=head.device)
     if inputs.target_hidden is not None:
-        needed, place = _needed_rows(inputs.target_rows[:, part], valid)
-        # where nothing is valid, the row that all entries borrow may hold NaN
-        table = inputs.target_hidden[needed].masked_fill(~valid.any(), 0)
-        blocks.append(target_logits_to_rows(_project(table, head), options, shard))
-        rows = place.reshape(-1)
+        logits, rows = _target_logits(inputs, part, options, shard)
+        blocks.append(target_logits_to_rows(logits, options, shard))
     draft, *rest = softmaxes(blocks, shard)
     target = rest[0] if rest else None
     labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
@@ -144,8 +172,10 @@ class _FusedObjective(torch.autograd.Function):
         options: Options,
         shard: VocabShard,
         chunk: int,
+        row_labels: Tensor | None,
+        row_nll: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid)
+        inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid, row_labels, row_nll)
         want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, chunk, want)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -167,7 +197,7 @@ class _FusedObjective(torch.autograd.Function):
             for depth in range(len(to_hidden)):
                 to_hidden[depth] = grad_hidden[depth].to(wide) * grads[0]
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
-        return to_hidden, to_weight, None, None, None, None, None, None, None, None
+        return to_hidden, to_weight, *[None] * 10
 
 
 def fused_linear_objective(
@@ -192,16 +222,20 @@ def fused_linear_objective(
     reduction: str = "mean",
     mix: tuple[str, float] | None = None,
     row_scale: Tensor | None = None,
+    row_labels: Tensor | None = None,
     backend: str = "auto",
 ) -> ObjectiveOutput:
     """Project to the vocabulary and apply `vocab_parallel_objective`, chunk by chunk, gradient included.
 
     Shape: draft_hidden [k, n, h], target_hidden [m, h] (None is allowed for `ce`, which then has no acceptance
-    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden; the rest as in
-    `vocab_parallel_objective`.
+    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden, row_labels [n] int64 (the labels of
+    target_hidden's first n rows, -1 where their loss is not wanted); the rest as in `vocab_parallel_objective`.
+    With row_labels the output has `row_nll` [n] float32, the language-model loss of those rows: it shares the target's
+    projection, padding columns included, and has no gradient.
     Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every
     rank of `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
-    Collectives: over `group`, for each chunk three all-reduces of statistics; once, one of the hidden gradient.
+    Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
+    the hidden gradient.
     Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
     depends neither on k nor on n, but for at least 16 tokens; `chunk_tokens` overrides it.
     Raises:
@@ -238,6 +272,13 @@ def fused_linear_objective(
     labels = check_labels(labels, options, k, n)
     shard = VocabShard.of_columns(weight.shape[0], vocab_size, group, "weight")
     scale = depth_scale(row_scale, options, valid)
+    row_nll = None
+    if row_labels is not None:
+        if target_hidden is None or row_labels.shape != (n,) or len(target_hidden) < n:
+            raise ValueError(
+                f"row_labels must be [{n}] and target_hidden hold a row for each, got {list(row_labels.shape)}"
+            )
+        row_nll = torch.zeros(n, dtype=torch.float32, device=draft_hidden.device)
     loss, *values = _FusedObjective.apply(
         draft_hidden,
         weight if weight_requires_grad else weight.detach(),
@@ -250,6 +291,8 @@ def fused_linear_objective(
         shard,
         # by the columns that every rank has, padding included: all must cut alike
         chunk_tokens or _chunk_tokens(k, len(weight)),
+        row_labels,
+        row_nll,
     )  # pyright: ignore[reportGeneralTypeIssues]
     stats = RowStats(*values)
-    return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats)
+    return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats, row_nll)

@@ -93,6 +93,25 @@ TRAINING_SEAMS = (
 )
 
 
+def finish_param_gather(module: Any) -> None:
+    """Wait until a module's own parameters are there, where they are gathered behind the optimizer step.
+
+    Megatron waits in a hook before the module's forward pass; whoever reads a weight without that pass must do as much.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel._make_forward_pre_hook"):
+            hook(module, ())
+
+
+def let_steps_be_missing(optimizer: Any) -> None:
+    """Let a distributed optimizer around torch's Adam load states without a step, which it leaves out when it saves."""
+    original = getattr(type(optimizer), "_set_main_param_and_optimizer_states", None)
+    if original is not None:
+        optimizer._set_main_param_and_optimizer_states = lambda parameter, tensors: original(
+            optimizer, parameter, {"step": None, **tensors}
+        )
+
+
 def require(seams: Iterable[Seam]) -> None:
     """See that every seam exists and takes the parameters we rely on.
 

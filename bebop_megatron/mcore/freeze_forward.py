@@ -1,12 +1,14 @@
 """A frozen part costs no more than its forward pass, a frozen MTP head not even that.
 
 While the backbone is frozen, its modules and the language-model loss run without autograd: no activation is kept and
-no backward pass reaches them. The MTP loss is then tied to the model's output, behind the LM head, not before it.
+no backward pass reaches them. The MTP loss is then tied to the model's output, behind the LM head, not before it, and
+brings the language-model loss with it, from rows that it projects anyway.
 While the MTP head is frozen, the model runs as if this rank held none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,11 +40,43 @@ def _without_grad(function: Callable[..., Any], state: FreezeState) -> Callable[
     return run
 
 
+def _unless_frozen(handler: Callable[[], Any], state: FreezeState) -> Callable[[], Any]:
+    return lambda: contextlib.nullcontext() if "backbone" in state.frozen else handler()
+
+
+def _without_logits(project: Callable[..., Any], state: FreezeState) -> Callable[..., Any]:
+    @functools.wraps(project)
+    def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if state.lm_loss is not None:
+            return hidden_states.new_zeros(1), None
+        return project(hidden_states, *args, **kwargs)
+
+    return run
+
+
+def _known_loss(compute: Callable[..., Any], state: FreezeState) -> Callable[..., Any]:
+    @functools.wraps(compute)
+    def run(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        known, state.lm_loss = state.lm_loss, None
+        return compute(labels, logits) if known is None else known
+
+    return run
+
+
 def _guard(model: Any, state: FreezeState) -> None:
     for name, child in model.named_children():
-        if part_of(name) == "backbone":
+        # a stage behind the MTP layers has an empty decoder, through which their outputs pass
+        empty = name == "decoder" and not len(child.layers)
+        if part_of(name) == "backbone" and not empty:
             child.forward = _without_grad(child.forward, state)
-    model.compute_language_model_loss = _without_grad(model.compute_language_model_loss, state)
+            for layer in child.modules():
+                # Megatron turns autograd back on around each residual sum
+                handler = getattr(layer, "bias_dropout_add_exec_handler", None)
+                if handler is not None:
+                    layer.bias_dropout_add_exec_handler = _unless_frozen(handler, state)
+    model.compute_language_model_loss = _known_loss(_without_grad(model.compute_language_model_loss, state), state)
+    if hasattr(model, "output_layer"):
+        model.output_layer.forward = _without_logits(model.output_layer.forward, state)
     has_mtp = model.mtp_process
 
     def before(module: Any, _: Any) -> None:

@@ -59,6 +59,11 @@ def _wrap(seam: compat.Seam, wrapper: Callable[[Any], Any], static: bool = False
     _patcher.set(seam.owner(), seam.name, staticmethod(wrapped) if static else wrapped)
 
 
+def rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap a name of a training loop until `uninstall_freezing()`."""
+    _patcher.set(owner, name, wrapper(getattr(owner, name)))
+
+
 def install_freezing(options: FreezeConfig) -> None:
     """Rebind what any training loop over Megatron's core needs. Calling it again does nothing.
 
@@ -83,8 +88,8 @@ def install_freezing(options: FreezeConfig) -> None:
         _wrap(seams["clip_grad_by_total_norm_fp32"], lambda clip: _own_clip(clip, limit))
 
 
-class _Loop:
-    """The training loop's side: one model, one optimizer, one scheduler."""
+class FreezeLoop:
+    """Wrappers for a training loop's own functions, around one model, one optimizer, one scheduler."""
 
     def __init__(self, options: FreezeConfig) -> None:
         self.options = options
@@ -94,6 +99,7 @@ class _Loop:
     def optimizer(self, build: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(build)
         def wrapper(config: Any, model_chunks: Any, config_overrides: Any = None, **kwargs: Any) -> Any:
+            model_chunks = model_chunks if isinstance(model_chunks, list) else [model_chunks]
             if freeze_state(get_model_config(model_chunks[0])) is None:
                 return build(config, model_chunks, config_overrides=config_overrides, **kwargs)
             overrides = part_overrides(config, config_overrides, self.options)
@@ -106,8 +112,8 @@ class _Loop:
 
     def lr_scheduler(self, build: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(build)
-        def wrapper(optimizer: Any) -> Any:
-            self.scheduler = build(optimizer)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            self.scheduler = build(*args, **kwargs)
             with_own_learning_rate(self.scheduler, self.options)
             return self.scheduler
 
@@ -162,7 +168,7 @@ def install_freezing_loop(options: FreezeConfig) -> None:
     if not _patcher.active:
         compat.require(compat.TRAINING_SEAMS)
     install_freezing(options)
-    loop = _Loop(options)
+    loop = FreezeLoop(options)
     wrappers = {
         "get_megatron_optimizer": loop.optimizer,
         "get_optimizer_param_scheduler": loop.lr_scheduler,

@@ -18,6 +18,7 @@ from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
 from bebop_megatron.config import FreezeConfig
+from bebop_megatron.mcore import compat
 from bebop_megatron.schedule.freezing import part_of
 
 # keys of a parameter group; the first tells groups of different parts apart in Megatron's checkpoints
@@ -183,6 +184,8 @@ class PartOptimizer:
         with self._common_step():
             return self._original("sharded_state_dict")(*args, **kwargs)
 
+    # fp32 masters of the distributed optimizer are views of parameters, which may only be written without autograd
+    @torch.no_grad()
     def _load_state_dict(self, state_dict: Any) -> None:
         chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         pieces = [state_dict] if len(chain) == 1 else [state_dict[i] for i in range(len(chain))]
@@ -190,6 +193,7 @@ class PartOptimizer:
         for member, piece in zip(chain, pieces, strict=True):
             if member.optimizer is not None:
                 _fit_groups(member.optimizer, piece, steps)
+                compat.let_steps_be_missing(member)
         self._original("load_state_dict")(state_dict)
         for _, group in _groups(self.optimizer):
             group[STEPS] = steps.get(group[PART], 0)

@@ -17,13 +17,14 @@ _ATTRIBUTE = "bebop_freeze"
 class FreezeState:
     """A schedule in use and the phase it is in.
 
-    `pending` is the MTP loss of the running micro-batch between the place where it is computed and the model's
-    output, where it is tied to the backward pass while the backbone is frozen.
+    While the backbone is frozen, two results of the running micro-batch wait here for the model's output: `pending`,
+    the MTP loss, which is tied to the backward pass there, and `lm_loss` [b, s], the language-model loss.
     """
 
     schedule: FreezeSchedule
     phase: Phase
     pending: Tensor | None = None
+    lm_loss: Tensor | None = None
 
     @property
     def frozen(self) -> frozenset[str]:

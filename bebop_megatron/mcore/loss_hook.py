@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bebop_megatron.alignment import align, packed_segments
 from bebop_megatron.losses import fused_linear_objective
+from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.attachment import Attachment, attached
 from bebop_megatron.mcore.freeze_state import freeze_state, is_frozen
 from bebop_megatron.reduction import StepCounts, local_counts
@@ -106,6 +107,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             )
         objective = attachment.objective
         assert objective.loss is not None
+        compat.finish_param_gather(output_layer)
         known = labels if input_ids is None else input_ids
         assert known is not None
         ids, mask = _labels_and_mask(labels, loss_mask, known)
@@ -115,7 +117,13 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
         target = _whole_sequence(backbone.detach(), config, tp_group)
         draft = torch.stack([_whole_sequence(hidden, config, tp_group) for hidden in drafts])
-        joint = objective.joint and not is_frozen(config, "backbone")
+        # while the backbone is frozen, its own loss is only looked at: it shares the target's projection
+        state = freeze_state(config)
+        alone = state if state is not None and "backbone" in state.frozen else None
+        row_labels = None
+        if alone is not None and labels is not None:
+            row_labels = torch.where(mask > 0, labels, -1).t().reshape(-1)
+        joint = objective.joint and alone is None
         counts, replicas = _counts(attachment, table.valid, mask)
         out = fused_linear_objective(
             draft,
@@ -134,15 +142,16 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             reduction="sum",
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,
+            row_labels=row_labels,
         )
         attachment.meter.update(out.stats, table.valid)
         attachment.add_loss(out.loss, 1 / (counts.num_microbatches * replicas))
         divisor = counts.megatron_divisor(config.calculate_per_token_loss, replicas)
         loss = config.mtp_loss_scaling_factor * divisor * out.loss
-        state = freeze_state(config)
-        if state is not None and "backbone" in state.frozen:
+        if alone is not None:
             # tied to the model's output instead, so that nothing is propagated back through the LM head
-            state.pending = loss
+            alone.pending = loss
+            alone.lm_loss = None if out.row_nll is None else out.row_nll.view(-1, mask.shape[0]).t().contiguous()
             return backbone
         return MTPLossAutoScaler.apply(backbone, loss)
 
