@@ -78,7 +78,7 @@ def _model_config(args: Any) -> Any:
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
     schedule = FreezeSchedule.parse(freezing.schedule or "none")
-    change = schedule_change(args.load, schedule, freezing.schedule)
+    change = schedule_change(schedule, freezing, args)
     if change is not None:
         _print_once(f"warning: {change}")
     if not freezing.by_parts:

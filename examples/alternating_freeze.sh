@@ -36,5 +36,6 @@ torchrun --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 
   --data-path "$DATA" --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" \
   --train-iters "$STEPS" --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 \
   --load "$OUT/model" --save "$OUT/model" --save-interval 50 --ckpt-format torch_dist --exit-signal-handler \
-  --log-interval 10 --eval-interval 1000 --eval-iters 1 "$@" | tee -a "$OUT/log" |
-  grep --line-buffered -oE '^bebop_megatron: .*|iteration +[0-9]+/ +[0-9]+|lm loss: [0-9.E+-]+|freeze phase: [^|]*|^  [0-9]+-.*'
+  --log-interval 10 --eval-interval 1000 --eval-iters 1 "$@" 2>&1 | tee -a "$OUT/log" |
+  grep --line-buffered -E '^bebop_megatron: | iteration +[0-9]+/|^  (iterations|[0-9]+-|repeats)|^error: ' |
+  sed -uE 's/.*(iteration +[0-9]+\/ +[0-9]+) .*(lm loss: [0-9.E+-]+) .*(freeze phase: [^|]*) .*/  \1  \2  \3/'

@@ -69,14 +69,13 @@ def with_one_part_per_bucket(layout: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(layout)
     def wrapper(params: list[torch.nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-        runs = list(_runs(params))
         whole = layout(params, *args, **kwargs)
-        if len(runs) == 1:
+        if any(part_tag(parameter) is None for parameter in params):
             return whole
         places: dict[Any, tuple[int, int, int]] = {}
         bounds: list[tuple[int, int]] = []
         unpadded: list[int] = []
-        for run in runs:
+        for run in _runs(params):
             piece = layout(run, *args, **kwargs)
             offset, first = (bounds[-1][1] if bounds else 0), len(bounds)
             # bucket ends are padded to what starts must be aligned to, so a piece can be moved as it is
@@ -84,6 +83,9 @@ def with_one_part_per_bucket(layout: Callable[..., Any]) -> Callable[..., Any]:
                 places[parameter] = (start + offset, end + offset, bucket + first)
             bounds += [(start + offset, end + offset) for start, end in piece.bucket_indices]
             unpadded += piece.per_bucket_numel_unpadded
+        # Megatron's fully reshardable checkpoints drop the padding between buckets when they gather, and then look
+        # parameters up as if it were there: padding between buckets has to count as content
+        unpadded = [end - start for start, end in bounds[:-1]] + unpadded[-1:]
         return PerBufferParamLayout(
             param_index_map=places,
             bucket_indices=bounds,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from bebop_megatron.config import FreezeConfig, ObjectiveConfig
+from bebop_megatron.mcore.arguments import config_from_args
 from bebop_megatron.mcore.checkpoints import is_checkpoint, latest_iteration_dir
 from bebop_megatron.schedule.phases import FreezeSchedule
 
@@ -58,15 +58,15 @@ def check_freezing(schedule: FreezeSchedule, options: FreezeConfig, objective: O
     _check_support(args)
 
 
-def schedule_change(load: str | Path | None, schedule: FreezeSchedule, text: str | None) -> str | None:
-    """What a run that resumes from `load` with this schedule does differently; None if it goes on as before.
+def schedule_change(schedule: FreezeSchedule, options: FreezeConfig, args: Any) -> str | None:
+    """What a run that resumes from `--load` with this schedule does differently; None if it goes on as before.
 
     Raises:
-        ValueError: the checkpoint lacks the optimizer state of a part that was frozen for the whole of the other run.
+        ValueError: the checkpoint's optimizer state does not fit a run with this schedule.
     """
-    if load is None or not is_checkpoint(load):
+    if args.load is None or not is_checkpoint(args.load):
         return None
-    folder = latest_iteration_dir(load)
+    folder = latest_iteration_dir(args.load)
     if not (folder / ".metadata").is_file():
         return None
     from megatron.core.dist_checkpointing import load_common_state_dict
@@ -74,18 +74,36 @@ def schedule_change(load: str | Path | None, schedule: FreezeSchedule, text: str
     common = load_common_state_dict(str(folder))
     if common.get("args") is None:
         return None
-    before = getattr(common["args"], "mtp_freeze_schedule", None)
-    if before == text:
+    before = config_from_args(FreezeConfig, common["args"])
+    old = FreezeSchedule.parse(before.schedule or "none")
+    if not (args.no_load_optim or args.finetune):
+        _check_optimizer_state(before, options, args, common["args"])
+    if before.schedule == options.schedule:
         return None
-    old = FreezeSchedule.parse(before or "none")
-    lost = (old.frozen_parts if old.constant else frozenset()) - (schedule.frozen_parts if schedule.constant else set())
+    iteration = int(common.get("iteration", 0))
+    was, now = before.schedule or "none", options.schedule or "none"
+    change = old.change_at(schedule, iteration)
+    return f"the freeze schedule changes at iteration {iteration}, from {was} to {now}: {change}"
+
+
+def _never_trained(options: FreezeConfig) -> frozenset[str]:
+    schedule = FreezeSchedule.parse(options.schedule or "none")
+    return schedule.frozen_parts if schedule.constant else frozenset()
+
+
+def _check_optimizer_state(before: FreezeConfig, now: FreezeConfig, args: Any, saved_args: Any) -> None:
+    lost = _never_trained(before) - _never_trained(now)
     if lost:
         raise ValueError(
-            f"the checkpoint {load} comes from --mtp-freeze-schedule {before}, which never trained the {min(lost)} and "
-            "kept no optimizer state for it. Start from it with --pretrained-checkpoint instead of --load"
+            f"the checkpoint {args.load} comes from --mtp-freeze-schedule {before.schedule}, which never trained the "
+            f"{min(lost)} and kept no optimizer state for it. Start from it with --pretrained-checkpoint instead of "
+            "--load"
         )
-    iteration = int(common.get("iteration", 0))
-    change = old.change_at(schedule, iteration)
-    return (
-        f"the freeze schedule changes at iteration {iteration}, from {before or 'none'} to {text or 'none'}: {change}"
-    )
+    same_buckets = (before.by_parts, _never_trained(before)) == (now.by_parts, _never_trained(now))
+    bound = args.use_distributed_optimizer and not getattr(saved_args, "dist_ckpt_optim_fully_reshardable", False)
+    if bound and not same_buckets:
+        raise ValueError(
+            f"the distributed optimizer's state in {args.load} is laid out for "
+            f"--mtp-freeze-schedule {before.schedule}, not for {now.schedule}. Save it with "
+            "--dist-ckpt-optim-fully-reshardable, or start from it with --pretrained-checkpoint instead of --load"
+        )

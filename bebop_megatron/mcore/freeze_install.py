@@ -136,8 +136,12 @@ class FreezeLoop:
                 message += f" freeze phase: {self.controller.state.phase.describe(int(line[1]) - 1)} |"
                 groups = self.controller.parts.optimizer.param_groups
                 rates = [group["lr"] for group in groups if group[PART] == "mtp"]
-                if rates and self.options.by_parts:
+                if rates:
                     message += f" mtp learning rate: {float(rates[0]):.6E} |"
+                norm = getattr(self.controller.parts.optimizer, "grad_norms_by_group", {}).get("mtp")
+                if norm is not None and "mtp" not in self.controller.state.frozen:
+                    # Megatron prints the norm of the rest, which is 0 while the backbone is frozen
+                    message += f" mtp grad norm: {float(norm):.3f} |"
             write(message)
 
         return wrapper

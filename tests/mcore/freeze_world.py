@@ -37,6 +37,7 @@ class Case:
     distributed: bool = False
     overlap: bool = False
     loss: str = "tv"
+    joint: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -113,7 +114,7 @@ def _model(case: Case) -> Any:
     parallel_state.initialize_model_parallel(case.tp, case.pp, get_embedding_ranks=embedding_ranks)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
-    attach(config, ObjectiveConfig(loss=case.loss))
+    attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=case.experts)
     model = GPTModel(
         config,
@@ -266,6 +267,19 @@ def _count(training: Training, counts: Counter[str]) -> None:
 
     torch.distributed.all_reduce = counting
 
+    from bebop_megatron.mcore import loss_hook
+
+    objective = loss_hook.fused_linear_objective
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        tied = training.case.tied
+        weight = training.model.shared_embedding_or_output_weight() if tied else training.model.output_layer.weight
+        group = training.wrapped.param_to_bucket_group[weight]
+        counts["weight on its way"] += group.param_gather_handle is not None
+        return objective(*args, **kwargs)
+
+    loss_hook.fused_linear_objective = looking
+
     for name, module in training.model.named_modules():
         if name and not list(module.children()):
             module.register_forward_hook(forward(name))
@@ -281,9 +295,10 @@ def train(case: Case) -> dict[str, Any]:
             training.step(iteration)
         training.settle()
         return {"bits": training.bits()}
+    from bebop_megatron.mcore import loss_hook
     from bebop_megatron.schedule.freezing import parameters_of
 
-    all_reduce = torch.distributed.all_reduce
+    all_reduce, objective = torch.distributed.all_reduce, loss_hook.fused_linear_objective
     try:
         return _train_in_phases(
             training,
@@ -291,7 +306,7 @@ def train(case: Case) -> dict[str, Any]:
             {part: sum(p.numel() for p in parameters_of([training.model], part)) for part in ("backbone", "mtp")},
         )
     finally:
-        torch.distributed.all_reduce = all_reduce
+        torch.distributed.all_reduce, loss_hook.fused_linear_objective = all_reduce, objective
 
 
 def _train_in_phases(training: Training, case: Case, sizes: dict[str, int]) -> dict[str, Any]:
@@ -299,35 +314,37 @@ def _train_in_phases(training: Training, case: Case, sizes: dict[str, int]) -> d
 
     counts: Counter[str] = Counter()
     losses: list[str] = []
+    lm_losses: list[float] = []
     _count(training, counts)
     changed_while_frozen, still_while_active, by_phase = set(), set(), {}
     entry: dict[str, torch.Tensor] = {}
     for iteration in range(case.iterations):
         assert training.controller is not None
-        phase = training.controller.state.schedule.phase(iteration)
+        # no gather of parameters here other than what the switch itself and the next forward pass bring about
+        phase = training.controller.before_step(iteration)
         if iteration == phase.start:
-            training.settle()
             entry = training.bits()
         counts.clear()
-        training.step(iteration)
+        lm_losses.append(float(sum(micro["lm"][0] for micro in training.step(iteration))))
         attachment = attached(training.model.config)
         losses.append(attachment.objective.loss)
         by_phase.setdefault(phase.name, Counter()).update(counts)
-        training.settle()
         now = training.bits()
         assert now.keys() == entry.keys()
         for key, value in now.items():
             same = torch.equal(value, entry[key])
             if key.split()[0] in phase.frozen:
                 changed_while_frozen |= set() if same else {f"{iteration} {key}"}
-            elif same and "steps" not in key and "expert_bias" not in key:
+            elif same and "steps" not in key and "expert_bias" not in key and not (case.overlap and " model " in key):
                 still_while_active.add(f"{iteration} {key}")
+    training.settle()
     return {
         "changed while frozen": sorted(changed_while_frozen),
         "still while active": sorted(still_while_active),
         "counts": {name: dict(c) for name, c in by_phase.items()},
         "numel": sizes,
         "losses": losses,
+        "lm losses": lm_losses,
         "bits": training.bits(),
     }
 

@@ -43,12 +43,16 @@ def stock(case, only):
     return replace(case, schedule=None, only=only)
 
 
-EXTRA = {f"stock {name}": stock(case, ACTIVE) for name, case in ONE.items()} | {
-    "never frozen": Case(schedule="none", iterations=6),
-    "stock never frozen": stock(Case(), tuple(range(6))),
-    "reset": Case(schedule="backbone:2,mtp:1", iterations=6, options={"phase_reset_moments": True}),
-    "objective": Case(schedule="backbone:1@kl,none:1", iterations=4),
-}
+EXTRA = (
+    {"joint": Case(joint=True, iterations=10)}
+    | {f"stock {name}": stock(case, ACTIVE) for name, case in ONE.items()}
+    | {
+        "never frozen": Case(schedule="none", iterations=6),
+        "stock never frozen": stock(Case(), tuple(range(6))),
+        "reset": Case(schedule="backbone:2,mtp:1", iterations=6, options={"phase_reset_moments": True}),
+        "objective": Case(schedule="backbone:1@kl,none:1", iterations=4),
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,16 @@ def test_only_gradients_of_what_trains_are_reduced(found):
         assert rank["counts"][phase]["reduced"] == steps[phase] * values
 
 
+def test_language_model_loss_is_the_same_under_a_frozen_backbone(found):
+    # without logits of its own: from the rows that the MTP objective projects, also where the vocabulary is sharded
+    expected = found[1]["never frozen"][0]["lm losses"][0]
+    assert expected > 100
+    assert found[1]["adam"][0]["lm losses"][0] == pytest.approx(expected, rel=1e-6)
+    assert found[2]["tp2-sp"][0]["lm losses"][0] == pytest.approx(expected, rel=1e-6)
+    assert found[3]["separate-mtp-stage"][2]["lm losses"][0] == pytest.approx(expected, rel=1e-6)
+    assert sum(rank["lm losses"][0] for rank in found[2]["dp2"]) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", sorted(ONE))
 def test_backbone_trains_as_if_it_had_never_been_frozen(found, name):
     ours, alone = found[1][name][0]["bits"], found[1][f"stock {name}"][0]["bits"]
@@ -98,6 +112,12 @@ def test_backbone_trains_as_if_it_had_never_been_frozen(found, name):
         assert torch.equal(ours[key], alone[key]), key
 
 
+def test_coupled_heads_keep_a_frozen_backbone_as_it_is(found):
+    (rank,) = found[1]["joint"]
+    assert rank["changed while frozen"] == rank["still while active"] == []
+    assert "backward backbone" not in rank["counts"]["backbone"]
+
+
 def test_schedule_without_frozen_parts_is_megatron_bit_for_bit(found):
     ours, alone = found[1]["never frozen"][0]["bits"], found[1]["stock never frozen"][0]["bits"]
     for key in alone:
@@ -105,6 +125,10 @@ def test_schedule_without_frozen_parts_is_megatron_bit_for_bit(found):
 
 
 def test_overlap_gives_the_same_weights(found):
+    # the objective reads the LM head without its forward pass, whose hook would have waited for the gather
+    for rank in found[2]["dp2-distributed-overlap"]:
+        for counts in rank["counts"].values():
+            assert counts.get("weight on its way", 0) == 0
     plain, overlapped = (found[2][name][0]["bits"] for name in ("dp2-distributed", "dp2-distributed-overlap"))
     for key, value in plain.items():
         if " model " in key:
