@@ -78,6 +78,7 @@ FREEZE_SEAMS = (
         "backward_step",
         ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
     ),
+    Seam("megatron.core.pipeline_parallel.schedules", "P2PCommunicator", ("pp_group", "config")),
     Seam("megatron.core.distributed.finalize_model_grads", "_allreduce_word_embedding_grads", ("model", "config")),
     Seam("megatron.core.optimizer.optimizer", "clip_grad_by_total_norm_fp32", ("parameters", "max_norm")),
 )

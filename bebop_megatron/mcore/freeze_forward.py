@@ -100,8 +100,8 @@ def guard_models(chunks: Iterable[Any], state: FreezeState) -> None:
 def with_gradient_for_every_input(backward_step: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's backward step of one micro-batch on one pipeline stage.
 
-    A stage that keeps no graph has no gradient for its input, but the stage before it still waits for one: it gets
-    zeros, which its own frozen layers ignore.
+    A stage that keeps no graph has no gradient for its input, but with interleaving the stage before it still waits for
+    one: it gets zeros, which its own frozen layers ignore.
     """
 
     def filled(tensor: Any, grad: Any) -> Any:

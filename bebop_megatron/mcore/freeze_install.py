@@ -15,6 +15,7 @@ from bebop_megatron.mcore.freeze_buckets import with_one_part_per_bucket, with_o
 from bebop_megatron.mcore.freeze_control import FreezeController
 from bebop_megatron.mcore.freeze_forward import guard_models, with_gradient_for_every_input
 from bebop_megatron.mcore.freeze_optimizer import PART, part_overrides, with_own_learning_rate
+from bebop_megatron.mcore.freeze_pipeline import FreezeCommunicator
 from bebop_megatron.mcore.freeze_state import FreezeState, freeze_state, is_frozen
 from bebop_megatron.patching import Patcher
 from bebop_megatron.schedule.freezing import freeze, tag_parts
@@ -79,6 +80,7 @@ def install_freezing(options: FreezeConfig) -> None:
     _wrap(seams["_compute_default_per_buffer_param_layout"], with_one_part_per_bucket)
     _wrap(seams["_compute_per_buffer_param_layout"], with_one_part_per_bucket, static=True)
     _wrap(seams["partition_buckets"], with_one_part_per_group)
+    _patcher.set(seams["P2PCommunicator"].owner(), "P2PCommunicator", FreezeCommunicator)
     _wrap(seams["backward_step"], with_gradient_for_every_input)
     _wrap(seams["_allreduce_word_embedding_grads"], _unless_frozen)
     for seam in compat.GROUP_KEY_SEAMS:

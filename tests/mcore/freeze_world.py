@@ -280,6 +280,17 @@ def _count(training: Training, counts: Counter[str]) -> None:
 
     loss_hook.fused_linear_objective = looking
 
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    communicate = P2PCommunicator._communicate
+
+    def sending(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["gradients sent"] += kwargs["tensor_send_prev"] is not None
+        counts["gradients awaited"] += bool(kwargs["recv_next"])
+        return communicate(self, *args, **kwargs)
+
+    P2PCommunicator._communicate = sending
+
     for name, module in training.model.named_modules():
         if name and not list(module.children()):
             module.register_forward_hook(forward(name))
@@ -295,9 +306,12 @@ def train(case: Case) -> dict[str, Any]:
             training.step(iteration)
         training.settle()
         return {"bits": training.bits()}
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
     from bebop_megatron.mcore import loss_hook
     from bebop_megatron.schedule.freezing import parameters_of
 
+    communicate = P2PCommunicator._communicate
     all_reduce, objective = torch.distributed.all_reduce, loss_hook.fused_linear_objective
     try:
         return _train_in_phases(
@@ -307,6 +321,7 @@ def train(case: Case) -> dict[str, Any]:
         )
     finally:
         torch.distributed.all_reduce, loss_hook.fused_linear_objective = all_reduce, objective
+        P2PCommunicator._communicate = communicate
 
 
 def _train_in_phases(training: Training, case: Case, sizes: dict[str, int]) -> dict[str, Any]:

@@ -103,6 +103,18 @@ def test_language_model_loss_is_the_same_under_a_frozen_backbone(found):
     assert sum(rank["lm losses"][0] for rank in found[2]["dp2"]) == pytest.approx(expected, rel=1e-6)
 
 
+def test_stages_below_the_head_exchange_no_gradients_under_a_frozen_backbone(found):
+    def exchanged(name, size, phase):
+        counts = [Counter(rank["counts"][phase]) for rank in found[size][name]]
+        return [(c["gradients sent"], c["gradients awaited"]) for c in counts]
+
+    # four micro-batches in each of the phase's iterations
+    assert exchanged("pp2-tied-overlap", 2, "backbone") == [(0, 0), (0, 0)]
+    assert exchanged("pp2-tied-overlap", 2, "none") == [(0, 12), (12, 0)]
+    # the head on a stage of its own still hears from the loss behind it
+    assert exchanged("separate-mtp-stage", 3, "backbone") == [(0, 0), (0, 16), (16, 0)]
+
+
 @pytest.mark.parametrize("name", sorted(ONE))
 def test_backbone_trains_as_if_it_had_never_been_frozen(found, name):
     ours, alone = found[1][name][0]["bits"], found[1][f"stock {name}"][0]["bits"]
