@@ -27,6 +27,7 @@ class Case:
 
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     schedule: str | None = SCHEDULE
     iterations: int = 15
     only: tuple[int, ...] | None = None
@@ -104,6 +105,7 @@ def _model(case: Case) -> Any:
             "moe_router_bias_update_rate": 0.05,
             "moe_ffn_hidden_size": 16,
             "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": case.ep,
         }
     config = TransformerConfig(**(settings | case.overrides))
     parallel_state.destroy_model_parallel()
@@ -111,7 +113,9 @@ def _model(case: Case) -> Any:
     def embedding_ranks(ranks: list[int], *_: Any) -> list[int]:
         return sorted({ranks[0], ranks[-1], *(get_mtp_ranks(ranks, config) if len(ranks) > 1 else ())})
 
-    parallel_state.initialize_model_parallel(case.tp, case.pp, get_embedding_ranks=embedding_ranks)
+    parallel_state.initialize_model_parallel(
+        case.tp, case.pp, expert_model_parallel_size=case.ep, get_embedding_ranks=embedding_ranks
+    )
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))

@@ -28,6 +28,8 @@ TWO = {
     "dp2": Case(overlap=True),
     "dp2-distributed": Case(distributed=True),
     "dp2-distributed-overlap": Case(distributed=True, overlap=True),
+    # experts have an optimizer of their own in the chain
+    "ep2-distributed-overlap": Case(ep=2, experts=4, distributed=True, overlap=True),
     "pp2-tied-overlap": Case(pp=2, tied=True, overlap=True),
     "tp2-sp": Case(tp=2),
 }
