@@ -96,16 +96,42 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class FreezeConfig:
-    """What is frozen, and for how long.
+    """What is frozen, and for how long; what the MTP head's optimizer does differently from the backbone's.
 
     Raises:
-        ValueError: the schedule does not parse.
+        ValueError: the schedule does not parse, a rate, count or norm that makes no sense.
     """
 
     schedule: str | None = flag(
         "--mtp-freeze-schedule",
-        "What is frozen, for how many iterations: `backbone` alone adapts the MTP head to a fixed model.",
+        "What is frozen, for how many iterations: `backbone:1000,mtp:200,none:100` repeats, `backbone` alone adapts "
+        "the MTP head to a fixed model. An entry may name its MTP loss: `backbone:1000@tv`.",
         type=str,
+    )
+    lr: float | None = flag(
+        "--mtp-lr", "Peak learning rate of the MTP head. Default: the main learning rate.", type=float
+    )
+    lr_schedule: str = flag(
+        "--mtp-lr-schedule",
+        "Whether the MTP head's learning rate has the shape of the main schedule or stays constant.",
+        "follow",
+        type=str,
+        choices=("follow", "constant"),
+    )
+    lr_warmup_iters: int = flag(
+        "--mtp-lr-warmup-iters",
+        "Warm-up of the MTP head, counted in optimizer steps of the head, on top of the main schedule.",
+        0,
+        type=int,
+    )
+    clip_grad: float | None = flag(
+        "--mtp-clip-grad", "Gradient norm to which a detached MTP head is clipped. Default: --clip-grad.", type=float
+    )
+    phase_reset_moments: bool = flag(
+        "--mtp-phase-reset-moments",
+        "Zero the MTP head's Adam moments and step count at the start of each phase in which it trains.",
+        False,
+        action="store_true",
     )
 
     def __post_init__(self) -> None:
@@ -113,3 +139,18 @@ class FreezeConfig:
             from bebop_megatron.schedule.phases import FreezeSchedule
 
             FreezeSchedule.parse(self.schedule)
+        if self.lr is not None and not self.lr > 0:
+            raise ValueError(f"--mtp-lr must be positive, got {self.lr}")
+        if self.lr_schedule not in ("follow", "constant"):
+            raise ValueError(f"--mtp-lr-schedule must be follow or constant, got {self.lr_schedule!r}")
+        if self.lr_warmup_iters < 0:
+            raise ValueError(f"--mtp-lr-warmup-iters must not be negative, got {self.lr_warmup_iters}")
+        if self.clip_grad is not None and not self.clip_grad > 0:
+            raise ValueError(f"--mtp-clip-grad must be positive, got {self.clip_grad}")
+        if self.phase_reset_moments and self.schedule is None:
+            raise ValueError("--mtp-phase-reset-moments has no effect without --mtp-freeze-schedule")
+
+    @property
+    def by_parts(self) -> bool:
+        """Whether backbone and MTP head need an optimizer that treats them apart."""
+        return self != FreezeConfig()

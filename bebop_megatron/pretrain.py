@@ -72,43 +72,36 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
     from bebop_megatron.mcore.batches import check_packed_arguments
+    from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
+    from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
+    from bebop_megatron.mcore.freeze_state import follow_schedule
     from bebop_megatron.mcore.spec import use_mtp_attention
-    from bebop_megatron.schedule.freezing import freeze
     from bebop_megatron.schedule.phases import FreezeSchedule
 
     _check_data_files(args)
     check_packed_arguments(args)
     objective = config_from_args(ObjectiveConfig, args)
-    schedule = config_from_args(FreezeConfig, args).schedule
+    freezing = config_from_args(FreezeConfig, args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
     attention = config_from_args(AttentionConfig, args).mode
     if attention is not None or objective.loss is not None:
         use_mtp_attention(config, attention)
-    if schedule is None:
+    schedule = FreezeSchedule.parse(freezing.schedule or "none")
+    change = schedule_change(schedule, freezing, args)
+    if change is not None:
+        _print_once(f"warning: {change}")
+    if not freezing.by_parts:
         return config
 
-    parsed = FreezeSchedule.parse(schedule)
-    phase = parsed.phase(0)
-    if not parsed.constant or phase.objective not in (None, objective.loss):
-        raise ValueError(
-            f"--mtp-freeze-schedule {schedule}: this version trains one phase for the whole run "
-            "(backbone, mtp or none); alternation between phases is not available yet"
-        )
-    if not config.transformer.mtp_num_layers and phase.frozen:
-        raise ValueError(f"--mtp-freeze-schedule {schedule} needs MTP layers: add --mtp-num-layers")
-    if "backbone" in phase.frozen and objective.joint:
-        raise ValueError("--mtp-joint trains the backbone, which --mtp-freeze-schedule backbone freezes: drop one")
+    check_freezing(schedule, freezing, objective, args)
     start = _starting_checkpoint(args)
-    if "backbone" in phase.frozen and start is not None:
+    if "backbone" in schedule.phase(0).frozen and start is not None:
         require_mtp_weights(start)
-
-    def freeze_parts(chunks: list[Any]) -> list[Any]:
-        for part in sorted(phase.frozen):
-            _print_once(f"{part} frozen: {freeze(chunks, part):,} parameters on this rank do not train")
-        return chunks
-
-    config.pre_wrap_hooks.append(freeze_parts)
+    state = follow_schedule(config.transformer, schedule)
+    config.pre_wrap_hooks.append(lambda chunks: prepare_chunks(chunks, state))
+    install_freezing_loop(freezing)
+    _print_once(f"freeze schedule\n{schedule.table()}")
     return config
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bebop_megatron.losses.comparison import Comparison
+from bebop_megatron.losses.label_loss import label_nll
 from bebop_megatron.losses.objectives import ObjectiveOutput, unit_blend
 from bebop_megatron.losses.options import Options, check_labels, check_valid, depth_scale
 from bebop_megatron.losses.plan import Chunk, make_plan, plan_without_target
@@ -31,6 +32,9 @@ class _Inputs:
     target_rows: Tensor
     labels: Tensor | None
     valid: Tensor
+    row_labels: Tensor | None = None
+    # [n], written chunk by chunk
+    row_nll: Tensor | None = None
 
 
 def _row_limit(weight: Tensor, options: Options) -> int:
@@ -58,7 +62,11 @@ class _Chunks:
         if inputs.target_hidden is None:
             self.plan = plan_without_target(inputs.valid, limit)
         else:
-            self.plan = make_plan(inputs.target_rows, inputs.valid, limit)
+            looked_at = None if inputs.row_labels is None else (inputs.row_labels >= 0).nonzero()[:, 0]
+            self.plan = make_plan(inputs.target_rows, inputs.valid, limit, looked_at)
+        # target rows that are this rank's own; those behind them come from a neighbour
+        own = 0 if inputs.row_labels is None else len(inputs.row_labels)
+        self.own_rows = int((self.plan.needed < own).sum()) if own else 0
 
     def entries(self, chunk: Chunk) -> Tensor:
         """Flat index [e] into [k, n] of the entries of a chunk."""
@@ -69,11 +77,24 @@ class _Chunks:
         entries = self.entries(chunk)
         target = None
         if self.inputs.target_hidden is not None:
-            target = _project(self.inputs.target_hidden[self.plan.needed[chunk.targets]], self.head)
+            target = self._target_logits(chunk.targets, self.inputs.target_hidden)
         rows = self.plan.place[chunk.entries] - chunk.targets.start
         labels = None if self.labels is None else self.labels[entries]
         draft = _project(self.hidden[entries], self.head)
         return Comparison.of(draft, target, rows, labels, self.options, self.shard, overwrite=True)
+
+    def _target_logits(self, part: slice, table: Tensor) -> Tensor:
+        """Logits of some target rows, and in passing the language-model loss of those that have labels."""
+        rows = self.plan.needed[part]
+        if self.inputs.row_labels is None or self.inputs.row_nll is None:
+            return _project(table[rows], self.head)
+        # Megatron's language-model loss has the padding columns in its sum
+        logits = _project(table[rows], self.inputs.weight)
+        rows = rows[: max(self.own_rows - part.start, 0)]
+        labels = self.inputs.row_labels[rows]
+        nll = label_nll(logits[: len(rows)] * self.options.logit_scale, labels.clamp(min=0), self.shard.group)
+        self.inputs.row_nll[rows] = torch.where(labels >= 0, nll, 0)
+        return logits[:, : self.shard.columns]
 
 
 def _first_pass(chunks: _Chunks, chunk: Chunk, collected: RowStats, grads: list[Tensor]) -> None:
@@ -150,8 +171,10 @@ class _FusedObjective(torch.autograd.Function):
         options: Options,
         shard: VocabShard,
         limit: int,
+        row_labels: Tensor | None,
+        row_nll: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid)
+        inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid, row_labels, row_nll)
         want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, limit, want)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -173,7 +196,7 @@ class _FusedObjective(torch.autograd.Function):
             for depth in range(len(to_hidden)):
                 to_hidden[depth] = grad_hidden[depth].to(wide) * grads[0]
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
-        return to_hidden, to_weight, None, None, None, None, None, None, None, None
+        return to_hidden, to_weight, *[None] * 10
 
 
 def fused_linear_objective(
@@ -198,18 +221,26 @@ def fused_linear_objective(
     reduction: str = "mean",
     mix: tuple[str, float] | None = None,
     row_scale: Tensor | None = None,
+    row_labels: Tensor | None = None,
     backend: str = "auto",
 ) -> ObjectiveOutput:
     """Project to the vocabulary and apply `vocab_parallel_objective`, chunk by chunk, gradient included.
 
     Shape: draft_hidden [k, n, h], target_hidden [m, h] (None is allowed for `ce`, which then has no acceptance
-    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden; the rest as in
-    `vocab_parallel_objective`.
+    statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden, row_labels [n] int64 (the labels of
+    target_hidden's first n rows, -1 where their loss is not wanted); the rest as in `vocab_parallel_objective`.
+    With row_labels the output has `row_nll` [n] float32, the language-model loss of those rows: it shares the target's
+    projection, padding columns included, and has no gradient.
     Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every
-    rank of `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
-    Collectives: over `group`, for each chunk three all-reduces of statistics; once, one of the hidden gradient.
-    Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
-    depends neither on k nor on n, but for at least 16 tokens; `chunk_tokens` overrides it.
+    rank of `group`, and with `weight_requires_grad` to weight (through the drafts, whose logits are computed twice
+    then; the target is detached).
+    Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
+    the hidden gradient.
+    Memory: the gradients of draft_hidden (and weight; with `mix` one more of draft_hidden), and a chunk's logits within
+    a byte budget that depends neither on k nor on n, but for at least 16 rows. `chunk_tokens` overrides it: as many
+    tokens' targets and drafts of all depths.
+    Work: only valid entries; each target row that one of them meets is projected once. The host waits for the device a
+    few times per call, to know how many there are.
     Raises:
         ValueError: as `vocab_parallel_objective`, and target_rows that do not fit.
     """
@@ -244,6 +275,13 @@ def fused_linear_objective(
     labels = check_labels(labels, options, k, n)
     shard = VocabShard.of_columns(weight.shape[0], vocab_size, group, "weight")
     scale = depth_scale(row_scale, options, valid)
+    row_nll = None
+    if row_labels is not None:
+        if target_hidden is None or row_labels.shape != (n,) or len(target_hidden) < n:
+            raise ValueError(
+                f"row_labels must be [{n}] and target_hidden hold a row for each, got {list(row_labels.shape)}"
+            )
+        row_nll = torch.zeros(n, dtype=torch.float32, device=draft_hidden.device)
     loss, *values = _FusedObjective.apply(
         draft_hidden,
         weight if weight_requires_grad else weight.detach(),
@@ -255,6 +293,8 @@ def fused_linear_objective(
         options,
         shard,
         chunk_tokens * (k + 1) if chunk_tokens else _row_limit(weight, options),
+        row_labels,
+        row_nll,
     )  # pyright: ignore[reportGeneralTypeIssues]
     stats = RowStats(*values)
-    return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats)
+    return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats, row_nll)

@@ -20,13 +20,14 @@ from bebop_megatron.losses.statistics import RowStats
 @dataclass(frozen=True)
 class ObjectiveOutput:
     """Shape: loss [] float32 (fp64 for fp64 input); alpha [k, n], detached; num_valid [] int64: anchors that count;
-    stats: every row statistic [k, n], detached, 0 where an entry is not valid.
+    stats: every row statistic [k, n], detached, 0 where an entry is not valid; row_nll [n] float32, where asked for.
     """
 
     loss: Tensor
     alpha: Tensor
     num_valid: Tensor
     stats: RowStats
+    row_nll: Tensor | None = None
 
 
 def only_valid(stats: RowStats, valid: Tensor) -> RowStats:

@@ -32,6 +32,10 @@ class Attachment:
     counts: StepCounts | None = None
     loss_sums: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        # a freeze schedule may name another loss for a phase, and then comes back to this one
+        self.default_loss = self.objective.loss
+
     def add_loss(self, loss: Tensor, share: float) -> None:
         """Add one micro-batch: its part of a step's mean loss, and the share of the step that it is."""
         new = torch.stack([loss.detach().double(), torch.full_like(loss, share, dtype=torch.float64)])

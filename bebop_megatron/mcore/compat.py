@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,80 @@ LOGGING_SEAM = Seam(
     ("loss_scale", "iteration", "writer", "wandb_writer", "total_loss_dict"),
 )
 
+# what freeze schedules rebind; installed only where there is one
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+FREEZE_SEAMS = (
+    Seam(_BUFFER, "_compute_default_per_buffer_param_layout", ("params", "bucket_size")),
+    Seam(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        "_compute_per_buffer_param_layout",
+        ("params", "bucket_size", "data_parallel_world_size", "ddp_config"),
+    ),
+    # imported by name, so it is looked up where it is used
+    Seam("megatron.core.distributed.distributed_data_parallel", "partition_buckets", ("buffers",)),
+    Seam(
+        "megatron.core.pipeline_parallel.schedules",
+        "backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+    ),
+    Seam("megatron.core.pipeline_parallel.schedules", "P2PCommunicator", ("pp_group", "config")),
+    Seam("megatron.core.distributed.finalize_model_grads", "_allreduce_word_embedding_grads", ("model", "config")),
+    Seam("megatron.core.optimizer.optimizer", "clip_grad_by_total_norm_fp32", ("parameters", "max_norm")),
+)
+GROUP_KEY_SEAMS = (
+    Seam("megatron.core.optimizer.optimizer", "param_group_identifier_keys"),
+    Seam("megatron.core.optimizer.distrib_optimizer", "param_group_identifier_keys"),
+)
+TRAINING_SEAMS = (
+    Seam("megatron.training.training", "get_megatron_optimizer", ("config", "model_chunks", "config_overrides")),
+    Seam("megatron.training.training", "get_optimizer_param_scheduler", ("optimizer",)),
+    Seam("megatron.training.training", "train_step", ("model", "optimizer", "opt_param_scheduler", "iteration")),
+    Seam("megatron.training.training", "print_rank_last", ("message",)),
+)
+
+
+def finish_param_gather(module: Any) -> None:
+    """Wait until a module's own parameters are there, where they are gathered behind the optimizer step.
+
+    Megatron waits in a hook before the module's forward pass; whoever reads a weight without that pass must do as much.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel._make_forward_pre_hook"):
+            hook(module, ())
+
+
+def let_steps_be_missing(optimizer: Any) -> None:
+    """Let a distributed optimizer around torch's Adam load states without a step, which it leaves out when it saves."""
+    original = getattr(type(optimizer), "_set_main_param_and_optimizer_states", None)
+    if original is not None:
+        optimizer._set_main_param_and_optimizer_states = lambda parameter, tensors: original(
+            optimizer, parameter, {"step": None, **tensors}
+        )
+
+
+def require(seams: Iterable[Seam]) -> None:
+    """See that every seam exists and takes the parameters we rely on.
+
+    Raises:
+        RuntimeError: a name or a parameter is missing.
+    """
+    from megatron.core import __version__
+
+    tested = ", ".join(TESTED_VERSIONS)
+    for seam in seams:
+        target = getattr(seam.owner(), seam.name, None)
+        where = f"{seam.module.replace(':', '.')}.{seam.name}"
+        if target is None:
+            raise RuntimeError(
+                f"megatron-core {__version__} has no {where}, which bebop_megatron rebinds (tested with {tested})"
+            )
+        known = inspect.signature(target).parameters if callable(target) else {}
+        missing = [p for p in seam.parameters if p not in known]
+        if missing:
+            raise RuntimeError(
+                f"megatron-core {__version__}: {where} no longer takes {', '.join(missing)} (tested with {tested})"
+            )
+
 
 def _installed_seams() -> tuple[Seam, ...]:
     return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM)
@@ -88,15 +163,4 @@ def check(seams: tuple[Seam, ...] | None = None) -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    for seam in _installed_seams() if seams is None else seams:
-        target = getattr(seam.owner(), seam.name, None)
-        where = f"{seam.module.replace(':', '.')}.{seam.name}"
-        if target is None:
-            raise RuntimeError(
-                f"megatron-core {__version__} has no {where}, which bebop_megatron rebinds (tested with {tested})"
-            )
-        missing = [p for p in seam.parameters if p not in inspect.signature(target).parameters]
-        if missing:
-            raise RuntimeError(
-                f"megatron-core {__version__}: {where} no longer takes {', '.join(missing)} (tested with {tested})"
-            )
+    require(_installed_seams() if seams is None else seams)

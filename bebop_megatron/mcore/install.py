@@ -48,5 +48,9 @@ def install_builder() -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own names back."""
+    """Give Megatron its own names back, also those that a freeze schedule has rebound."""
+    # imported late: it needs parts of Megatron that a run without a schedule does not load
+    from bebop_megatron.mcore.freeze_install import uninstall_freezing
+
+    uninstall_freezing()
     _patcher.restore()

@@ -49,7 +49,12 @@ def make_track_mtp_metrics(original: Callable[..., None]) -> Callable[..., None]
         if iteration % get_args().log_interval != 0:
             return
         for attachment in in_use():
-            for name, value in _gather(attachment).items():
+            values = _gather(attachment)
+            if total_loss_dict is not None:
+                # where nothing was counted in this interval the log line would show 0
+                for stale in [name for name in total_loss_dict if name.startswith("mtp ") and name not in values]:
+                    del total_loss_dict[stale]
+            for name, value in values.items():
                 if total_loss_dict is not None:
                     # the log line divides by the iterations of the interval; ours is a ratio over all of it
                     steps = max(1, int(total_loss_dict.get("advanced iterations", 1)))

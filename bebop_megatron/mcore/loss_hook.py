@@ -13,7 +13,9 @@ from torch import Tensor
 
 from bebop_megatron.alignment import layout_of
 from bebop_megatron.losses import fused_linear_objective
+from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.attachment import Attachment, attached
+from bebop_megatron.mcore.freeze_state import freeze_state, is_frozen
 from bebop_megatron.mcore.targets import Targets, targets_of
 from bebop_megatron.reduction import StepCounts, local_counts
 
@@ -82,12 +84,16 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
                 scale_logits_fn=scale_logits_fn,
                 input_ids=input_ids,
             )
+        if is_frozen(config, "mtp"):
+            # no MTP layer has run, the hidden states are the backbone's alone
+            return hidden_states
         depths = config.mtp_num_layers
         backbone, *drafts = torch.chunk(hidden_states, 1 + depths, dim=0)
         if not is_training or (labels is None and input_ids is None):
             return backbone
         objective = attachment.objective
         assert objective.loss is not None
+        compat.finish_param_gather(output_layer)
         targets = targets_of(labels, loss_mask, input_ids, depths, packed_seq_params, cp_group, layout_of(config))
         table = targets.alignment
         weight = output_layer.weight if output_weight is None else output_weight
@@ -95,11 +101,19 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
         target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group)
         draft = torch.stack([_whole_sequence(hidden, config, tp_group).flatten(0, 1) for hidden in drafts])
+        # while the backbone is frozen, its own loss is only looked at: it shares the target's projection
+        state = freeze_state(config)
+        alone = state if state is not None and "backbone" in state.frozen else None
+        row_labels = None
+        if alone is not None and labels is not None:
+            wanted = labels if loss_mask is None else torch.where(loss_mask > 0, labels, -1)
+            row_labels = wanted.t().reshape(-1)
+        joint = objective.joint and alone is None
         counts, replicas = _counts(attachment, targets, cp_group)
         out = fused_linear_objective(
             draft,
             target.flatten(0, 1),
-            weight if objective.joint else weight.detach(),
+            weight if joint else weight.detach(),
             target_rows=table.target_rows,
             kind=objective.loss,
             valid=table.valid,
@@ -112,12 +126,19 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             horizon=objective.resolved_horizon,
             reduction="sum",
             row_scale=counts.mean_scale(),
-            weight_requires_grad=objective.joint and weight.requires_grad,
+            weight_requires_grad=joint and weight.requires_grad,
+            row_labels=row_labels,
         )
         attachment.meter.update(out.stats, table.valid)
         attachment.add_loss(out.loss, 1 / (counts.num_microbatches * replicas))
         divisor = counts.megatron_divisor(config.calculate_per_token_loss, replicas)
-        return MTPLossAutoScaler.apply(backbone, config.mtp_loss_scaling_factor * divisor * out.loss)
+        loss = config.mtp_loss_scaling_factor * divisor * out.loss
+        if alone is not None:
+            # tied to the model's output instead, so that nothing is propagated back through the LM head
+            alone.pending = loss
+            alone.lm_loss = None if out.row_nll is None else out.row_nll.view(-1, backbone.shape[1]).t().contiguous()
+            return backbone
+        return MTPLossAutoScaler.apply(backbone, loss)
 
     process_mtp_loss.__wrapped__ = original  # pyright: ignore[reportFunctionMemberAccess]
     return process_mtp_loss

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from bebop_megatron.mcore.attachment import Attachment, attached
+from bebop_megatron.mcore.freeze_state import is_frozen
 from bebop_megatron.reduction import StepCounts, batch_counts, global_counts
 
 
@@ -76,6 +77,7 @@ def with_step_counts(schedule: Callable[..., Any]) -> Callable[..., Any]:
         attachment = attached(config)
         if (
             attachment is None
+            or is_frozen(config, "mtp")
             or kwargs.get("forward_only")
             or not parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         ):

@@ -23,6 +23,14 @@ class Phase:
     start: int
     end: int | None
 
+    def describe(self, iteration: int) -> str:
+        """Short text for a log line: what is frozen, and the how-manieth of its iterations `iteration` is."""
+        what = f"{self.name} frozen" if self.frozen else "joint"
+        if self.objective is not None:
+            what += f" @{self.objective}"
+        done = iteration - self.start + 1
+        return f"{what} {done}" if self.end is None else f"{what} {done}/{self.end - self.start}"
+
 
 @dataclass(frozen=True)
 class _Entry:
@@ -34,6 +42,8 @@ class _Entry:
 def _parse_entry(text: str, whole: str, last: bool) -> _Entry:
     match = _ENTRY.fullmatch(text)
     where = f"in freeze schedule {whole!r}, entry {text!r}"
+    if {"all", "both"} & set(re.split(r"[+&:@]", text)) or {"backbone", "mtp"} <= set(re.split(r"[+&:@]", text)):
+        raise ValueError(f"{where} freezes everything, so nothing would train: freeze backbone or mtp, or none")
     if not text or match is None:
         raise ValueError(f"{where}: expected part[:iterations][@objective], for example backbone:1000")
     if match["part"] not in PARTS:
@@ -76,6 +86,45 @@ class FreezeSchedule:
     def constant(self) -> bool:
         """Whether one phase lasts for the whole of training."""
         return len({(e.part, e.objective) for e in self.entries}) == 1
+
+    @property
+    def frozen_parts(self) -> frozenset[str]:
+        """Every part that is frozen at some time."""
+        return frozenset().union(*self.frozen_sets)
+
+    @property
+    def frozen_sets(self) -> list[frozenset[str]]:
+        """What each entry freezes."""
+        return [frozenset() if e.part == "none" else frozenset({e.part}) for e in self.entries]
+
+    @property
+    def objectives(self) -> frozenset[str]:
+        """Every objective that an entry names."""
+        return frozenset(e.objective for e in self.entries if e.objective is not None)
+
+    def table(self) -> str:
+        """The schedule as a table of its entries, for the start of a run."""
+        rows = [("iterations", "frozen", "trains", "MTP loss")]
+        begin = 0
+        for entry in self.entries:
+            last = "end" if entry.count is None else str(begin + entry.count)
+            trains = {"backbone": "mtp", "mtp": "backbone", "none": "backbone, mtp"}[entry.part]
+            loss = "not run" if entry.part == "mtp" else entry.objective or "as --mtp-loss"
+            rows.append((f"{begin + 1}-{last}", entry.part, trains, loss))
+            begin += entry.count or 0
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.entries[-1].count is not None:
+            lines.append(f"  repeats every {begin:,} iterations")
+        return "\n".join(line.rstrip() for line in lines)
+
+    def change_at(self, other: FreezeSchedule, iteration: int) -> str:
+        """What changes if `other` replaces this schedule after `iteration` completed steps."""
+        before, after = self.phase(iteration), other.phase(iteration)
+        now = f"the next step has {after.describe(iteration)}"
+        if (before.frozen, before.objective) == (after.frozen, after.objective):
+            return f"{now}, as it would have had; later phases differ"
+        return f"{now} instead of {before.describe(iteration)}"
 
     def phase(self, iteration: int) -> Phase:
         """The phase that governs the step after `iteration` completed steps; `phase(0)` governs the first.

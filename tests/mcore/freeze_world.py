@@ -1,0 +1,449 @@
+"""Trains a tiny Megatron GPT with MTP through freeze phases under any layout, and looks at every bit in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from tests.mcore.world import LENGTH, VOCAB, _forward_step, same_weights_everywhere
+
+DEPTHS = 2
+SCHEDULE = "backbone:2,mtp:2,none:1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and optimizer; `only` trains without a schedule, on these iterations' batches alone."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    schedule: str | None = SCHEDULE
+    iterations: int = 15
+    only: tuple[int, ...] | None = None
+    stages: str | None = None
+    tied: bool = False
+    experts: int | None = None
+    bf16: bool = False
+    distributed: bool = False
+    overlap: bool = False
+    loss: str = "tv"
+    joint: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def batch(iteration: int) -> dict[str, torch.Tensor]:
+    """The global batch of four sequences of one iteration."""
+    generator = torch.Generator().manual_seed(100 + iteration)
+    tokens = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=generator)
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": (torch.rand(4, LENGTH, generator=generator) < 0.9).float(),
+        "position_ids": torch.arange(LENGTH).expand(4, -1).contiguous(),
+    }
+
+
+def _model(case: Case) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from bebop_megatron.config import ObjectiveConfig
+    from bebop_megatron.mcore import attach
+
+    settings: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "pipeline_model_parallel_layout": case.stages,
+        "pipeline_dtype": torch.bfloat16 if case.bf16 else torch.float32,
+        "params_dtype": torch.bfloat16 if case.bf16 else torch.float32,
+        "bf16": case.bf16,
+        "mtp_num_layers": DEPTHS,
+        "mtp_use_repeated_layer": True,
+        "mtp_loss_scaling_factor": 0.3,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "sequence_parallel": case.tp > 1 and case.experts is None,
+    }
+    if case.experts:
+        settings |= {
+            "num_moe_experts": case.experts,
+            "moe_router_topk": 2,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_router_bias_update_rate": 0.05,
+            "moe_ffn_hidden_size": 16,
+            "moe_token_dispatcher_type": "alltoall",
+            "expert_model_parallel_size": case.ep,
+        }
+    config = TransformerConfig(**(settings | case.overrides))
+    parallel_state.destroy_model_parallel()
+
+    def embedding_ranks(ranks: list[int], *_: Any) -> list[int]:
+        return sorted({ranks[0], ranks[-1], *(get_mtp_ranks(ranks, config) if len(ranks) > 1 else ())})
+
+    parallel_state.initialize_model_parallel(
+        case.tp, case.pp, expert_model_parallel_size=case.ep, get_embedding_ranks=embedding_ranks
+    )
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1)
+    attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=case.experts)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=case.tied,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True),
+    )
+    same_weights_everywhere(model)
+    return model
+
+
+class Training:
+    """A model, its optimizer and the controller of its phases, stepped as Megatron's loop does."""
+
+    def __init__(self, case: Case) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        from bebop_megatron.config import FreezeConfig
+        from bebop_megatron.mcore.freeze_control import FreezeController
+        from bebop_megatron.mcore.freeze_install import install_freezing, prepare_chunks, uninstall_freezing
+        from bebop_megatron.mcore.freeze_optimizer import part_overrides
+        from bebop_megatron.mcore.freeze_state import follow_schedule
+        from bebop_megatron.schedule.phases import FreezeSchedule
+
+        self.case = case
+        options = FreezeConfig(schedule=case.schedule, **case.options)
+        uninstall_freezing()
+        self.model = _model(case)
+        config = self.model.config
+        if case.schedule:
+            install_freezing(options)
+            state = follow_schedule(config, FreezeSchedule.parse(case.schedule))
+            prepare_chunks([self.model], state)
+        config.finalize_model_grads_func = finalize_model_grads
+        inner = Float16Module(config, self.model.bfloat16()) if case.bf16 else self.model
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=case.distributed,
+            overlap_grad_reduce=case.overlap,
+            overlap_param_gather=case.overlap and case.distributed,
+            bucket_size=2000 if case.overlap else None,
+            grad_reduce_in_fp32=True,
+        )
+        self.wrapped = DistributedDataParallel(config, ddp, inner)
+        if case.overlap:
+            config.no_sync_func = self.wrapped.no_sync
+        optimizer = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.1,
+            clip_grad=0.5,
+            bf16=case.bf16,
+            use_distributed_optimizer=case.distributed,
+            params_dtype=config.params_dtype,
+        )
+        overrides = part_overrides(optimizer, None, options) if case.schedule else None
+        self.optimizer = get_megatron_optimizer(optimizer, [self.wrapped], config_overrides=overrides)
+        self.hooks_off = case.overlap and case.distributed
+        if self.hooks_off:
+            self.wrapped.disable_forward_pre_hook(param_sync=False)
+        self.controller = FreezeController([self.wrapped], self.optimizer, options) if case.schedule else None
+        self.rank = parallel_state.get_data_parallel_rank()
+        self.replicas = parallel_state.get_data_parallel_world_size()
+
+    def step(self, iteration: int) -> Any:
+        """One iteration of training: two micro-batches on each data-parallel rank (four without)."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if self.controller is not None:
+            self.controller.before_step(iteration)
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        share = 4 // self.replicas
+        mine = {k: v[self.rank * share : (self.rank + 1) * share] for k, v in batch(iteration).items()}
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter([{k: v[i : i + 1] for k, v in mine.items()} for i in range(share)]),
+            model=[self.wrapped],
+            num_microbatches=share,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        assert self.optimizer.step()[0]
+        if self.hooks_off:
+            self.wrapped.enable_forward_pre_hook()
+            self.hooks_off = False
+        return losses
+
+    def settle(self) -> None:
+        """Gather what an overlapped optimizer step still owes, as Megatron does before it evaluates or saves."""
+        if self.case.overlap and self.case.distributed and not self.hooks_off:
+            self.wrapped.disable_forward_pre_hook()
+            self.wrapped.enable_forward_pre_hook()
+
+    def bits(self) -> dict[str, torch.Tensor]:
+        """Everything that training could move, by name; names start with the part."""
+        from bebop_megatron.schedule.freezing import part_of
+
+        found = {}
+        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if not name.endswith(("local_tokens_per_expert", "inv_freq")):
+                found[f"{part_of(name)} model {name}"] = tensor.detach().clone()
+        for i, member in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+            for j, group in enumerate(member.optimizer.param_groups):
+                part = group.get("bebop_part", "all")
+                for k, parameter in enumerate(group["params"]):
+                    key = f"{part} optimizer {i}.{j}.{k}"
+                    found[f"{key} master"] = parameter.detach().clone()
+                    for name, value in member.optimizer.state[parameter].items():
+                        found[f"{key} {name}"] = value.detach().clone()
+                found[f"{part} optimizer {i}.{j} steps"] = torch.tensor(group.get("bebop_part_steps", 0))
+        return found
+
+
+def _count(training: Training, counts: Counter[str]) -> None:
+    """Count forward passes, outputs that keep a graph, gradients that arrive, and gradient values reduced, by part."""
+    from bebop_megatron.schedule.freezing import part_of
+
+    def forward(name: str) -> Any:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            counts.update([f"forward {part_of(name)}"])
+            if any(isinstance(o, torch.Tensor) and o.grad_fn is not None for o in outputs):
+                counts.update([f"graph {part_of(name)}"])
+
+        return hook
+
+    def backward(name: str) -> Any:
+        return lambda *_: counts.update([f"backward {part_of(name)}"])
+
+    all_reduce = torch.distributed.all_reduce
+    buffers = {id(bucket.grad_data) for group in training.wrapped.bucket_groups for bucket in group.buckets}
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if id(tensor) in buffers:
+            counts["reduced"] += tensor.numel()
+        return all_reduce(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = counting
+
+    from bebop_megatron.mcore import loss_hook
+
+    objective = loss_hook.fused_linear_objective
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        tied = training.case.tied
+        weight = training.model.shared_embedding_or_output_weight() if tied else training.model.output_layer.weight
+        group = training.wrapped.param_to_bucket_group[weight]
+        counts["weight on its way"] += group.param_gather_handle is not None
+        return objective(*args, **kwargs)
+
+    loss_hook.fused_linear_objective = looking
+
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    communicate = P2PCommunicator._communicate
+
+    def sending(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["gradients sent"] += kwargs["tensor_send_prev"] is not None
+        counts["gradients awaited"] += bool(kwargs["recv_next"])
+        return communicate(self, *args, **kwargs)
+
+    P2PCommunicator._communicate = sending
+
+    for name, module in training.model.named_modules():
+        if name and not list(module.children()):
+            module.register_forward_hook(forward(name))
+    for name, parameter in training.model.named_parameters():
+        parameter.register_hook(backward(name))
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Three cycles of the schedule; what a frozen part changed, what an active one did not, and counts by phase."""
+    training = Training(case)
+    if case.only is not None:
+        for iteration in case.only:
+            training.step(iteration)
+        training.settle()
+        return {"bits": training.bits()}
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from bebop_megatron.mcore import loss_hook
+    from bebop_megatron.schedule.freezing import parameters_of
+
+    communicate = P2PCommunicator._communicate
+    all_reduce, objective = torch.distributed.all_reduce, loss_hook.fused_linear_objective
+    try:
+        return _train_in_phases(
+            training,
+            case,
+            {part: sum(p.numel() for p in parameters_of([training.model], part)) for part in ("backbone", "mtp")},
+        )
+    finally:
+        torch.distributed.all_reduce, loss_hook.fused_linear_objective = all_reduce, objective
+        P2PCommunicator._communicate = communicate
+
+
+def _train_in_phases(training: Training, case: Case, sizes: dict[str, int]) -> dict[str, Any]:
+    from bebop_megatron.mcore import attached
+
+    counts: Counter[str] = Counter()
+    losses: list[str] = []
+    lm_losses: list[float] = []
+    _count(training, counts)
+    changed_while_frozen, still_while_active, by_phase = set(), set(), {}
+    entry: dict[str, torch.Tensor] = {}
+    for iteration in range(case.iterations):
+        assert training.controller is not None
+        # no gather of parameters here other than what the switch itself and the next forward pass bring about
+        phase = training.controller.before_step(iteration)
+        if iteration == phase.start:
+            entry = training.bits()
+        counts.clear()
+        lm_losses.append(float(sum(micro["lm"][0] for micro in training.step(iteration))))
+        attachment = attached(training.model.config)
+        losses.append(attachment.objective.loss)
+        by_phase.setdefault(phase.name, Counter()).update(counts)
+        now = training.bits()
+        assert now.keys() == entry.keys()
+        for key, value in now.items():
+            same = torch.equal(value, entry[key])
+            if key.split()[0] in phase.frozen:
+                changed_while_frozen |= set() if same else {f"{iteration} {key}"}
+            elif same and "steps" not in key and "expert_bias" not in key and not (case.overlap and " model " in key):
+                still_while_active.add(f"{iteration} {key}")
+    training.settle()
+    return {
+        "changed while frozen": sorted(changed_while_frozen),
+        "still while active": sorted(still_while_active),
+        "counts": {name: dict(c) for name, c in by_phase.items()},
+        "numel": sizes,
+        "losses": losses,
+        "lm losses": lm_losses,
+        "bits": training.bits(),
+    }
+
+
+def _rank_main(rank: int, world: int, folder: str, cases: dict[str, Case]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from bebop_megatron.mcore import install
+    from bebop_megatron.platform import enter
+
+    enter()
+    install()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    out = {}
+    for name, case in cases.items():
+        try:
+            out[name] = train(case)
+        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
+            out[name] = {"error": traceback.format_exc()}
+            break
+    torch.save(out, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def run(world: int, cases: dict[str, Case]) -> dict[str, list[dict[str, Any]]]:
+    """Run cases in one world of `world` processes: name -> what each rank found.
+
+    Raises:
+        AssertionError: with the traceback of every rank that failed.
+    """
+    return run_worlds({world: cases})[world]
+
+
+def run_worlds(worlds: dict[int, dict[str, Case]]) -> dict[int, dict[str, list[dict[str, Any]]]]:
+    """Run several worlds, one after another, all forked from one interpreter that has paid for the imports.
+
+    Raises:
+        AssertionError: with the traceback of every rank that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(worlds, f"{folder}/worlds.pt")
+        environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.mcore.freeze_world", folder]
+        subprocess.run(command, check=True, timeout=1200, cwd=Path(__file__).resolve().parents[2], env=environment)
+        found: dict[int, dict[str, list[dict[str, Any]]]] = {}
+        for world, cases in worlds.items():
+            ranks = [torch.load(f"{folder}/{world}/rank{rank}.pt", weights_only=True) for rank in range(world)]
+            for name in cases:
+                errors = [rank[name]["error"] for rank in ranks if name in rank and "error" in rank[name]]
+                assert not errors, f"{name}:\n" + "\n".join(errors)
+            found[world] = {name: [rank[name] for rank in ranks] for name in cases}
+    return found
+
+
+def _fork_worlds(folder: str) -> None:
+    worlds = torch.load(f"{folder}/worlds.pt", weights_only=False)
+    from bebop_megatron.platform import enter
+
+    enter()
+    import megatron.core.models.gpt  # noqa: F401 - paid once for all ranks
+
+    import bebop_megatron.mcore.freeze_install  # noqa: F401
+
+    for world, cases in worlds.items():
+        Path(f"{folder}/{world}").mkdir()
+        context = mp.get_context("fork")
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, world, f"{folder}/{world}", cases)) for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+
+
+if __name__ == "__main__":
+    # cases were saved by a process in which this module has its full name
+    from tests.mcore import freeze_world
+
+    freeze_world._fork_worlds(sys.argv[1])
