@@ -76,6 +76,7 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
     from bebop_megatron.mcore.spec import use_mtp_attention
+    from bebop_megatron.mcore.training_loop import install_training_loop
     from bebop_megatron.schedule.phases import FreezeSchedule
 
     _check_data_files(args)
@@ -83,6 +84,7 @@ def _model_config(args: Any) -> Any:
     objective = config_from_args(ObjectiveConfig, args)
     freezing = config_from_args(FreezeConfig, args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+    install_training_loop(objective)
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
     attention = config_from_args(AttentionConfig, args).mode
     if attention is not None or objective.loss is not None:

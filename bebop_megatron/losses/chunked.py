@@ -41,7 +41,7 @@ def _row_limit(weight: Tensor, options: Options) -> int:
     """How many rows of logits fit into the byte budget: by the columns that every rank has, so that all cut alike."""
     wide = torch.promote_types(weight.dtype, torch.float32).itemsize
     # the backend's block, a second one of logits for the reverse direction, filtered copies, half-precision products
-    blocks = 1 + options.needs_reverse_kl + options.filters + (len(options.shares) - 1)
+    blocks = 1 + options.needs_reverse_kl + options.copies_target + (len(options.shares) - 1)
     per_row = len(weight) * (wide * blocks + (weight.itemsize if weight.itemsize < wide else 0))
     budget = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
     return max(_MIN_ROWS, budget // max(per_row, 1))
@@ -216,6 +216,7 @@ def fused_linear_objective(
     target_temperature: float = 1.0,
     target_top_p: float = 1.0,
     target_top_k: int = 0,
+    truncate_top_k: int = 0,
     logit_scale: float = 1.0,
     horizon: str = "full",
     reduction: str = "mean",
@@ -253,6 +254,7 @@ def fused_linear_objective(
         target_temperature=target_temperature,
         target_top_p=target_top_p,
         target_top_k=target_top_k,
+        truncate_top_k=truncate_top_k,
         logit_scale=logit_scale,
         backend=backend,
     )

@@ -23,7 +23,8 @@ _in_use: weakref.WeakSet[Attachment] = weakref.WeakSet()
 class Attachment:
     """An objective in use: its settings, the true vocabulary, the counts of the running step, its metrics.
 
-    `loss_sums` [2] float64: the objective summed over what has been seen since the last log, and the steps in it.
+    `iteration`: completed steps, where a training loop tells. `loss_sums` [2] float64: the objective summed over what
+    has been seen since the last log, and the steps in it.
     """
 
     objective: ObjectiveConfig
@@ -31,10 +32,24 @@ class Attachment:
     meter: AcceptanceMeter
     counts: StepCounts | None = None
     loss_sums: Tensor | None = None
+    iteration: int | None = None
 
     def __post_init__(self) -> None:
         # a freeze schedule may name another loss for a phase, and then comes back to this one
         self.default_loss = self.objective.loss
+
+    def current_iteration(self) -> int:
+        """Completed steps; 0 where nothing depends on them.
+
+        Raises:
+            RuntimeError: the loss warms up, and the training loop does not say how far it is.
+        """
+        if self.iteration is None and self.objective.warmup is not None:
+            raise RuntimeError(
+                "--mtp-loss-warmup needs to know the iteration: call bebop_megatron.mcore.set_iteration(config, "
+                "completed_steps) before each training step of your own loop"
+            )
+        return self.iteration or 0
 
     def add_loss(self, loss: Tensor, share: float) -> None:
         """Add one micro-batch: its part of a step's mean loss, and the share of the step that it is."""
@@ -71,6 +86,13 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     attachment = Attachment(objective, vocab_size, meter)
     setattr(config, _ATTRIBUTE, attachment)
     _in_use.add(attachment)
+
+
+def set_iteration(config: Any, completed: int) -> None:
+    """Tell the objective of `config` how many steps are completed; Megatron's own loop does so by itself."""
+    attachment = attached(config)
+    if attachment is not None:
+        attachment.iteration = completed
 
 
 def attached(config: Any) -> Attachment | None:

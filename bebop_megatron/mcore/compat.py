@@ -101,6 +101,14 @@ TRAINING_SEAMS = (
     Seam("megatron.training.training", "train_step", ("model", "optimizer", "opt_param_scheduler", "iteration")),
     Seam("megatron.training.training", "print_rank_last", ("message",)),
 )
+LOOP_SEAMS = (
+    Seam("megatron.training.training", "train_step", ("iteration",)),
+    Seam(
+        "megatron.training.training",
+        "num_floating_point_operations",
+        ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+    ),
+)
 
 
 def finish_param_gather(module: Any) -> None:
