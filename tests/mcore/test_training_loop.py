@@ -26,7 +26,8 @@ def loop(request):
 
 @pytest.mark.parametrize("loop", [False, True], indirect=True)
 def test_throughput_counts_the_products_that_are_computed(loop, monkeypatch):
-    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mtp-num-layers 3 --kv-channels 16"
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 --seq-length 32"
+    shape += " --mtp-num-layers 3"
     monkeypatch.setattr(sys, "argv", ["pretrain", *shape.split()])
     args = parse_args()
     args.padded_vocab_size, args.ffn_hidden_size = 1000, 256
