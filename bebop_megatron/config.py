@@ -69,6 +69,31 @@ class ObjectiveConfig:
         return self.horizon or ("per-depth" if self.loss == "ce" else "full")
 
 
+MTP_ATTENTION = ("per-depth", "chain", "first-depth")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Which keys the MTP head's later draft steps attend to.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+
+    mode: str | None = flag(
+        "--mtp-attention",
+        "What draft step i at anchor t attends to: `per-depth`, the keys of step i at anchors up to t (Megatron's); "
+        "`chain`, the keys of step 1 up to t and its own of steps 2..i, as vLLM and SGLang serve; `first-depth`, the "
+        "keys of step 1 only. The last two work at rotary position t+i-1. Default: per-depth, or chain with a preset "
+        "of --spec bebop_megatron.mcore.spec.",
+        type=str,
+    )
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in MTP_ATTENTION:
+            raise ValueError(f"unknown MTP attention {self.mode!r}: choose one of {', '.join(MTP_ATTENTION)}")
+
+
 @dataclass(frozen=True)
 class FreezeConfig:
     """What is frozen, and for how long; what the MTP head's optimizer does differently from the backbone's.

@@ -47,6 +47,10 @@ def _check_data_files(args: Any) -> None:
             # a blend alternates weights and prefixes; object stores are Megatron's to check
             if prefix.replace(".", "", 1).isdigit() or "://" in prefix:
                 continue
+            if args.sft:
+                if not Path(prefix).is_file():
+                    raise ValueError(f"--{option.replace('_', '-')} {prefix}: give the .jsonl file of conversations")
+                continue
             for suffix in (".bin", ".idx"):
                 if not Path(prefix + suffix).is_file():
                     raise ValueError(
@@ -64,15 +68,18 @@ def _model_config(args: Any) -> Any:
     from megatron.training import get_tokenizer
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    from bebop_megatron.config import FreezeConfig, ObjectiveConfig
+    from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
+    from bebop_megatron.mcore.batches import check_packed_arguments
     from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
+    from bebop_megatron.mcore.spec import use_mtp_attention
     from bebop_megatron.schedule.phases import FreezeSchedule
 
     _check_data_files(args)
+    check_packed_arguments(args)
     objective = config_from_args(ObjectiveConfig, args)
     freezing = config_from_args(FreezeConfig, args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
@@ -81,6 +88,9 @@ def _model_config(args: Any) -> Any:
     change = schedule_change(schedule, freezing, args)
     if change is not None:
         _print_once(f"warning: {change}")
+    attention = config_from_args(AttentionConfig, args).mode
+    if attention is not None or objective.loss is not None:
+        use_mtp_attention(config, attention)
     if not freezing.by_parts:
         return config
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bebop_megatron.alignment import packed_segments, valid_entries
+from bebop_megatron.alignment import valid_entries
 from bebop_megatron.losses.prefix import anchors
 
 
@@ -42,15 +42,30 @@ class StepCounts:
         return torch.tensor(float(self.num_microbatches * replicas), device=self.anchors.device)
 
 
-def local_counts(valid: Tensor, mask: Tensor, horizon: str) -> StepCounts:
-    """Counts of one micro-batch alone: Megatron's own normalisation, exact when micro-batches count alike."""
-    return StepCounts(anchors(valid, horizon).double(), mask.sum().double(), 1)
+def local_counts(valid: Tensor, num_tokens: Tensor, horizon: str, group: Any = None) -> StepCounts:
+    """Counts of one micro-batch alone: Megatron's own normalisation, exact when micro-batches count alike.
+
+    Collectives: with a context-parallel `group` that holds parts of the micro-batch, one all-reduce of [k + 1] over it.
+    """
+    counts = torch.cat([anchors(valid, horizon).double(), num_tokens.double().view(1)])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(counts, group=group)
+    return StepCounts(counts[:-1], counts[-1], 1)
+
+
+def _document_bounds(batch: dict[str, Any], b: int) -> tuple[Tensor | None, Tensor | None]:
+    """Cumulative lengths of a batch's documents, without their padding (None if there is none) and with it."""
+    bounds, padded = (
+        None if batch.get(key) is None else batch[key].view(b, -1) for key in ("cu_seqlens", "cu_seqlens_padded")
+    )
+    return (None, bounds) if padded is None else (bounds, padded)
 
 
 def batch_counts(batches: Iterable[Any], depths: int, horizon: str) -> Tensor:
     """Sum the counts of data-loader batches: -> [2 + k] float64: batches that could not be read, tokens, anchors.
 
-    A batch is a mapping with `loss_mask` [b, s] and, for packed sequences, `cu_seqlens` [b, documents + 1].
+    A batch is a mapping with `loss_mask` [b, s] of whole sequences and, for packed ones, `cu_seqlens`
+    [b, documents + 1], with `cu_seqlens_padded` where documents are padded.
     """
     total = torch.zeros(2 + depths, dtype=torch.float64)
     for batch in batches:
@@ -58,13 +73,16 @@ def batch_counts(batches: Iterable[Any], depths: int, horizon: str) -> Tensor:
         if mask is None:
             total[0] += 1
             continue
-        bounds = batch.get("cu_seqlens_padded")
-        bounds = batch.get("cu_seqlens") if bounds is None else bounds
-        segments = None
-        if bounds is not None:
-            segments = torch.cat([packed_segments(row, mask.shape[1]) for row in bounds.view(mask.shape[0], -1)])
+        unpadded, bounds = _document_bounds(batch, len(mask))
         total[1] += mask.sum().double().cpu()
-        total[2:] += anchors(valid_entries(mask, depths, segments), horizon).double().cpu()
+        allowed, ahead = mask != 0, 0
+        if batch.get("labels") is not None:
+            allowed &= batch["labels"] >= 0
+        elif batch.get("tokens") is not None:
+            # without labels (RL-style) the mask is one of tokens: see `targets_of`
+            ahead = 1
+        valid = valid_entries(allowed, depths + ahead, bounds, unpadded)[ahead:]
+        total[2:] += anchors(valid, horizon).double().cpu()
     return total
 
 

@@ -22,6 +22,23 @@ def test_documents_of_a_packed_batch_are_not_crossed():
     assert batch_counts([batch], 2, "full")[2:].tolist() == [4, 4]
 
 
+def test_padded_documents_end_where_their_padding_starts():
+    batch = {
+        "loss_mask": torch.ones(1, 8),
+        "cu_seqlens": torch.tensor([[0, 3, 5]]),
+        "cu_seqlens_padded": torch.tensor([[0, 4, 8]]),
+    }
+    assert batch_counts([batch], 2, "full")[2:].tolist() == [1, 1]
+    assert batch_counts([batch], 2, "per-depth")[2:].tolist() == [3, 1]
+
+
+def test_batch_without_labels_has_a_mask_of_tokens():
+    # the label of row t is token t+1: one position less, and the mask moves with it
+    batch = {"loss_mask": torch.tensor([[1, 1, 1, 1, 1, 0]]), "tokens": torch.zeros(1, 6)}
+    assert batch_counts([batch], 2, "per-depth")[2:].tolist() == [3, 2]
+    assert batch_counts([batch | {"labels": torch.zeros(1, 6)}], 2, "per-depth")[2:].tolist() == [4, 3]
+
+
 def test_unreadable_batches_are_reported_not_guessed():
     assert batch_counts([None, {"tokens": 1}], 2, "full")[0] == 2
 
@@ -35,6 +52,6 @@ def test_no_anchor_anywhere_gives_zero_not_nan():
 
 def test_local_counts_are_megatrons_own_normalisation():
     mask = torch.tensor([[1, 1, 0, 1, 1.0]])
-    counts = local_counts(align(mask, 2).valid, mask, "per-depth")
+    counts = local_counts(align(mask, 2).valid, mask.sum(), "per-depth")
     assert counts.anchors.tolist() == [3, 2]
     assert counts.tokens == 4

@@ -9,23 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bebop_megatron.losses.comparison import Comparison
 from bebop_megatron.losses.label_loss import label_nll
-from bebop_megatron.losses.objectives import (
-    ObjectiveOutput,
-    only_valid,
-    target_logits_to_rows,
-    working_logits,
-)
+from bebop_megatron.losses.objectives import ObjectiveOutput, unit_blend
 from bebop_megatron.losses.options import Options, check_labels, check_valid, depth_scale
+from bebop_megatron.losses.plan import Chunk, make_plan, plan_without_target
 from bebop_megatron.losses.prefix import anchors, counted
-from bebop_megatron.losses.registry import combined_terms
-from bebop_megatron.losses.rows import RowStats, gradient_direction, row_stats, softmaxes
+from bebop_megatron.losses.registry import OBJECTIVES, weighted_terms
 from bebop_megatron.losses.shard import VocabShard
+from bebop_megatron.losses.statistics import RowStats
 
-# working memory of one chunk: at its peak five fp32 blocks of logits, for the drafts of all depths and their targets
-_CHUNK_BYTES = 192 * 2**20
-_BLOCKS = 5
-_MIN_CHUNK = 16
+# working memory of one chunk: its logits, and what the backend and half precision need beside them
+_CHUNK_BYTES = {"cpu": 144 * 2**20, "cuda": 640 * 2**20}
+_MIN_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -37,125 +33,147 @@ class _Inputs:
     labels: Tensor | None
     valid: Tensor
     row_labels: Tensor | None = None
-    # [rows that have labels], written chunk by chunk
+    # [n], written as rows are projected
     row_nll: Tensor | None = None
 
 
-def _chunk_tokens(k: int, columns: int) -> int:
-    return max(_MIN_CHUNK, _CHUNK_BYTES // (4 * _BLOCKS * (k + 1) * max(columns, 1)))
-
-
-def _needed_rows(rows: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that one chunk needs, each once, and every entry's place among them."""
-    # an entry that is not valid borrows a row that is needed anyway
-    some = torch.where(valid, rows, rows.new_tensor(torch.iinfo(rows.dtype).max)).min()
-    some = torch.where(valid.any(), some, 0)
-    return torch.unique(torch.where(valid, rows, some), return_inverse=True)
+def _row_limit(weight: Tensor, options: Options) -> int:
+    """How many rows of logits fit into the byte budget: by the columns that every rank has, so that all cut alike."""
+    wide = torch.promote_types(weight.dtype, torch.float32).itemsize
+    # the backend's block, a second one of logits for the reverse direction, filtered copies, half-precision products
+    blocks = 1 + options.needs_reverse_kl + options.filters + (len(options.shares) - 1)
+    per_row = len(weight) * (wide * blocks + (weight.itemsize if weight.itemsize < wide else 0))
+    budget = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
+    return max(_MIN_ROWS, budget // max(per_row, 1))
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden.to(weight.dtype) @ weight.t()
 
 
+class _Chunks:
+    """One micro-batch, cut into chunks."""
+
+    def __init__(self, inputs: _Inputs, options: Options, shard: VocabShard, limit: int) -> None:
+        self.inputs, self.options, self.shard = inputs, options, shard
+        self.head = inputs.weight[: shard.columns]
+        self.hidden = inputs.draft_hidden.flatten(0, 1)
+        self.labels = None if inputs.labels is None else inputs.labels.flatten()
+        if inputs.target_hidden is None:
+            self.plan = plan_without_target(inputs.valid, limit)
+        else:
+            self.plan = make_plan(inputs.target_rows, inputs.valid, limit)
+
+    def entries(self, chunk: Chunk) -> Tensor:
+        """Flat index [e] into [k, n] of the entries of a chunk."""
+        return self.plan.order[chunk.entries]
+
+    def project_targets(self, rows: Tensor) -> Tensor:
+        """Logits [rows, columns] of target rows; the loss of their labels is noted on the way, where it is wanted."""
+        assert self.inputs.target_hidden is not None
+        hidden = self.inputs.target_hidden[rows]
+        logits = _project(hidden, self.head)
+        if self.inputs.row_labels is not None:
+            self._note_labels(rows, hidden, logits)
+        return logits
+
+    def _note_labels(self, rows: Tensor, hidden: Tensor, logits: Tensor) -> None:
+        row_labels, row_nll = self.inputs.row_labels, self.inputs.row_nll
+        assert row_labels is not None
+        assert row_nll is not None
+        # rows behind the first n are a neighbour's
+        labels = torch.where(rows < len(row_labels), row_labels[rows.clamp(max=len(row_labels) - 1)], -1)
+        wanted = (labels >= 0).nonzero()[:, 0]
+        if len(wanted):
+            scale, padding = self.options.logit_scale, self.inputs.weight[self.shard.columns :]
+            row_nll[rows[wanted]] = label_nll(
+                logits[wanted] * scale,
+                labels[wanted] - self.shard.start,
+                self.shard.group,
+                padding=_project(hidden[wanted], padding) * scale if len(padding) else None,
+            )
+
+    def note_other_labels(self, limit: int) -> None:
+        """The loss of wanted labels in rows that no draft meets."""
+        row_labels = self.inputs.row_labels
+        assert row_labels is not None
+        missing = row_labels >= 0
+        missing[self.plan.needed[self.plan.needed < len(missing)]] = False
+        for rows in missing.nonzero()[:, 0].split(limit):
+            self.project_targets(rows)
+
+    def compare(self, chunk: Chunk) -> Comparison:
+        """Logits of a chunk, drafts against targets; they live as long as what is returned."""
+        entries = self.entries(chunk)
+        target = None
+        if self.inputs.target_hidden is not None:
+            target = self.project_targets(self.plan.needed[chunk.targets])
+        rows = self.plan.place[chunk.entries] - chunk.targets.start
+        labels = None if self.labels is None else self.labels[entries]
+        draft = _project(self.hidden[entries], self.head)
+        return Comparison.of(draft, target, rows, labels, self.options, self.shard, overwrite=True)
+
+
+def _first_pass(chunks: _Chunks, chunk: Chunk, collected: RowStats, grads: list[Tensor]) -> None:
+    """Statistics of a chunk, and its unweighted hidden gradient for each objective."""
+    entries, compared = chunks.entries(chunk), chunks.compare(chunk)
+    stats = compared.stats()
+    for name, value in vars(stats).items():
+        getattr(collected, name)[entries] = value
+    for number, (grad, kind) in enumerate(zip(grads, chunks.options.shares, strict=False)):
+        blend = OBJECTIVES[kind].blend(stats.alpha)
+        direction = compared.direction(stats, blend, overwrite=number == len(grads) - 1)
+        grad[entries] = (direction.to(chunks.head.dtype) @ chunks.head).to(grad.dtype)
+
+
+def _add_weight_gradient(chunks: _Chunks, chunk: Chunk, stats: RowStats, weights: list[Tensor], grad: Tensor) -> None:
+    """The chunk's logits a second time, because only now the weight of each row is known."""
+    entries, compared = chunks.entries(chunk), chunks.compare(chunk)
+    own = RowStats(**{name: value[entries] for name, value in vars(stats).items()})
+    blend = unit_blend(chunks.options, [w[entries] for w in weights], own.alpha)
+    direction = compared.direction(own, blend, overwrite=True)
+    grad[: chunks.shard.columns].addmm_(direction.t().to(grad.dtype), chunks.hidden[entries].to(grad.dtype))
+
+
 @torch.no_grad()
 def _run(
-    inputs: _Inputs, scale: Tensor, options: Options, shard: VocabShard, chunk: int, want: tuple[bool, bool]
+    inputs: _Inputs, scale: Tensor, options: Options, shard: VocabShard, limit: int, want: tuple[bool, bool]
 ) -> tuple[Tensor, RowStats, Tensor | None, Tensor | None]:
-    """Loss, statistics, and the gradients of hidden states and weight that `want` asks for, scaled by `scale`."""
+    """Loss, statistics, and the gradients of hidden states and weight that `want` asks for."""
     k, n, h = inputs.draft_hidden.shape
     weight = inputs.weight
+    chunks = _Chunks(inputs, options, shard, limit)
+    collected = _no_stats(k * n, weight)
     # an fp16 gradient of a mean over many rows would underflow before the loss scale reaches it
     keep = torch.float32 if inputs.draft_hidden.dtype == torch.float16 else inputs.draft_hidden.dtype
-    grad_hidden = torch.empty(k, n, h, dtype=keep, device=weight.device) if want[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if want[1] else None
-    none = _no_stats(k, weight)
-    total, collected = none.kl.sum(), [none]
-    for begin in range(0, n, chunk):
-        part = slice(begin, min(begin + chunk, n))
-        loss, stats = _chunk(inputs, part, scale, options, shard, grad_hidden, grad_weight)
-        total = total + loss
-        collected.append(stats)
-    stats = RowStats(*(torch.cat(parts, 1) for parts in zip(*(vars(s).values() for s in collected), strict=True)))
-    if grad_hidden is not None:
-        shard.sum(grad_hidden)
-    return total, stats, grad_hidden, grad_weight
-
-
-def _target_logits(inputs: _Inputs, part: slice, options: Options, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Logits [rows, columns] of the target rows that some tokens need, and each entry's place [k * size] among them.
-
-    The tokens' own rows come from the same product, if the loss of their labels is wanted.
-    """
-    assert inputs.target_hidden is not None
-    targets, valid = inputs.target_rows[:, part], inputs.valid[:, part]
-    own = None
+    # one for each objective: a row's weight is known when all depths of its anchor are done
+    grads = [torch.zeros(k * n, h, dtype=keep, device=weight.device) for _ in options.shares if want[0]]
+    for chunk in chunks.plan.chunks:
+        _first_pass(chunks, chunk, collected, grads)
     if inputs.row_labels is not None:
-        own = torch.arange(part.start, part.stop, device=targets.device)
-        wanted = inputs.row_labels[part] >= 0
-        targets, valid = torch.cat([targets, own[None]]), torch.cat([valid, wanted[None]])
-    needed, place = _needed_rows(targets, valid)
-    # where nothing is valid, the row that all entries borrow may hold NaN
-    table = inputs.target_hidden[needed].masked_fill(~valid.any(), 0)
-    if own is None:
-        return _project(table, inputs.weight[: shard.columns]), place.reshape(-1)
-    assert inputs.row_labels is not None
-    assert inputs.row_nll is not None
-    # the language-model loss has the padding columns in its sum
-    logits = _project(table, inputs.weight)
-    labels = inputs.row_labels[part]
-    nll = label_nll(logits[place[-1]] * options.logit_scale, labels.clamp(min=0), shard.group)
-    inputs.row_nll[part] = torch.where(labels >= 0, nll, 0)
-    return logits[:, : shard.columns], place[:-1].reshape(-1)
+        chunks.note_other_labels(limit)
+    stats = collected.view(k, n)
+    loss, weights = weighted_terms(options.shares, stats, counted(inputs.valid, options.horizon), scale)
+    weights = [(w * (options.logit_scale / options.draft_temperature)).flatten() for w in weights]
+    grad_hidden = grad_weight = None
+    if want[0]:
+        grad_hidden = grads[0].mul_(weights[0][:, None])
+        for grad, own in zip(grads[1:], weights[1:], strict=True):
+            grad_hidden.add_(grad.mul_(own[:, None]))
+        grad_hidden = shard.sum(grad_hidden).view(k, n, h)
+    if want[1]:
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for chunk in chunks.plan.chunks:
+            _add_weight_gradient(chunks, chunk, collected, weights, grad_weight)
+    return loss, stats, grad_hidden, grad_weight
 
 
-def _chunk(
-    inputs: _Inputs,
-    part: slice,
-    scale: Tensor,
-    options: Options,
-    shard: VocabShard,
-    grad_hidden: Tensor | None,
-    grad_weight: Tensor | None,
-) -> tuple[Tensor, RowStats]:
-    """Loss and statistics of some tokens; their gradients are written to and added to the buffers given."""
-    hidden = inputs.draft_hidden[:, part]
-    valid = inputs.valid[:, part]
-    k, size, h = hidden.shape
-    head = inputs.weight[: shard.columns]
-    hidden = hidden.reshape(k * size, h).masked_fill(~valid.reshape(-1, 1), 0)
-    blocks = [working_logits(_project(hidden, head), options.draft_temperature, options.logit_scale, shard)]
-    rows = torch.zeros(k * size, dtype=torch.int64, device=head.device)
-    if inputs.target_hidden is not None:
-        logits, rows = _target_logits(inputs, part, options, shard)
-        blocks.append(target_logits_to_rows(logits, options, shard))
-    draft, *rest = softmaxes(blocks, shard)
-    target = rest[0] if rest else None
-    labels = None if inputs.labels is None else inputs.labels[:, part].reshape(-1)
-    stats = row_stats(draft, target, rows, labels, shard)
-    square = only_valid(stats.view(k, size), valid)
-    value, coefficients = combined_terms(options.kind, options.mix, square, counted(valid, options.horizon))
-    loss = (value * scale[:, None].to(value.dtype)).sum()
-    if grad_hidden is None and grad_weight is None:
-        return loss, square
-    # the direction stays of order 1 while it is projected; the row's own factor comes after
-    size_of = torch.stack(list(coefficients.values())).sum(0).reshape(-1)
-    unit = {name: w.reshape(-1) / size_of.clamp(min=1e-30) for name, w in coefficients.items()}
-    direction = gradient_direction(draft, target, rows, labels, stats, unit, shard)
-    per_row = (size_of.view(k, size) * scale[:, None].to(size_of.dtype)).reshape(-1, 1)
-    per_row = per_row * (options.logit_scale / options.draft_temperature)
-    if grad_hidden is not None:
-        projected = direction.to(head.dtype) @ head
-        grad_hidden[:, part] = (projected.to(per_row.dtype) * per_row).view(k, size, h).to(grad_hidden.dtype)
-    if grad_weight is not None:
-        scaled = direction.mul_(per_row.to(direction.dtype))
-        grad_weight[: shard.columns].addmm_(scaled.t(), hidden.to(scaled.dtype))
-    return loss, square
+def _no_stats(rows: int, weight: Tensor) -> RowStats:
+    def none() -> Tensor:
+        return weight.new_zeros(rows, dtype=torch.promote_types(weight.dtype, torch.float32))
 
-
-def _no_stats(k: int, weight: Tensor) -> RowStats:
-    none = weight.new_zeros(k, 0, dtype=torch.promote_types(weight.dtype, torch.float32))
-    greedy = {"greedy_target": none.bool(), "greedy_label": none.bool()}
-    return RowStats(**{f.name: none for f in fields(RowStats)} | greedy)
+    greedy = {"greedy_target": none().bool(), "greedy_label": none().bool()}
+    return RowStats(**{f.name: none() for f in fields(RowStats)} | greedy)
 
 
 class _FusedObjective(torch.autograd.Function):
@@ -171,13 +189,13 @@ class _FusedObjective(torch.autograd.Function):
         scale: Tensor,
         options: Options,
         shard: VocabShard,
-        chunk: int,
+        limit: int,
         row_labels: Tensor | None,
         row_nll: Tensor | None,
     ) -> tuple[Tensor, ...]:
         inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid, row_labels, row_nll)
         want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, chunk, want)
+        loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, limit, want)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = draft_hidden.dtype, weight.dtype
         values = tuple(vars(stats).values())
@@ -231,11 +249,11 @@ def fused_linear_objective(
     statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden, row_labels [n] int64 (the labels of
     target_hidden's first n rows, -1 where their loss is not wanted); the rest as in `vocab_parallel_objective`.
     With row_labels the output has `row_nll` [n] float32, the language-model loss of those rows: it shares the target's
-    projection, padding columns included, and has no gradient.
+    projection, has the padding columns in its sum, and no gradient.
     Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every
     rank of `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
-    Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
-    the hidden gradient.
+    Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once,
+    one of the hidden gradient.
     Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
     depends neither on k nor on n, but for at least 16 tokens; `chunk_tokens` overrides it.
     Raises:
@@ -289,8 +307,7 @@ def fused_linear_objective(
         scale,
         options,
         shard,
-        # by the columns that every rank has, padding included: all must cut alike
-        chunk_tokens or _chunk_tokens(k, len(weight)),
+        chunk_tokens * (k + 1) if chunk_tokens else _row_limit(weight, options),
         row_labels,
         row_nll,
     )  # pyright: ignore[reportGeneralTypeIssues]

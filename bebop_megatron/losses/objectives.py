@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bebop_megatron.losses.comparison import Comparison
 from bebop_megatron.losses.options import Options, check_labels, check_valid, depth_scale
 from bebop_megatron.losses.prefix import anchors, counted
-from bebop_megatron.losses.registry import combined_terms
-from bebop_megatron.losses.rows import RowStats, gradient_direction, row_stats, softmaxes
+from bebop_megatron.losses.registry import OBJECTIVES, weighted_terms
 from bebop_megatron.losses.shard import VocabShard
-from bebop_megatron.losses.target_filter import filter_logits
+from bebop_megatron.losses.statistics import RowStats
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,19 @@ class ObjectiveOutput:
     row_nll: Tensor | None = None
 
 
-def working_logits(logits: Tensor, temperature: float, scale: float, shard: VocabShard) -> Tensor:
-    """A private copy of the true columns in fp32 (fp64 stays): scaled by MuP and temperature."""
-    wide = logits[..., : shard.columns].to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    factor = scale / temperature
-    return wide if factor == 1 else wide.mul_(factor)
-
-
-def target_logits_to_rows(logits: Tensor, options: Options, shard: VocabShard) -> Tensor:
-    """Working copy of target logits with the serving filters applied."""
-    wide = working_logits(logits, options.target_temperature, options.logit_scale, shard)
-    return filter_logits(wide, options.target_top_k, options.target_top_p, shard)
-
-
 def only_valid(stats: RowStats, valid: Tensor) -> RowStats:
     """Statistics with 0 (False) at entries that are not valid, whatever was computed there."""
     return RowStats(**{name: torch.where(valid, value, torch.zeros_like(value)) for name, value in vars(stats).items()})
+
+
+def unit_blend(options: Options, weights: list[Tensor], alpha: Tensor) -> dict[str, Tensor]:
+    """Coefficient [n] of each row direction: the objectives' blends, each times its weights [n]."""
+    total: dict[str, Tensor] = {}
+    for kind, weight in zip(options.shares, weights, strict=True):
+        for name, coefficient in OBJECTIVES[kind].blend(alpha).items():
+            term = weight * coefficient
+            total[name] = total[name] + term if name in total else term
+    return total
 
 
 class _LogitObjective(torch.autograd.Function):
@@ -60,58 +57,39 @@ class _LogitObjective(torch.autograd.Function):
         options: Options,
         shard: VocabShard,
     ) -> tuple[Tensor, ...]:
-        k, n = valid.shape
-        draft, target = _softmaxes(draft_logits, target_logits, valid, options, shard)
-        rows = torch.arange(k * n, device=valid.device)
-        flat_labels = None if labels is None else labels.reshape(-1)
-        stats = row_stats(draft, target, rows, flat_labels, shard).view(k, n)
-        stats = only_valid(stats, valid)
-        value, coefficients = combined_terms(options.kind, options.mix, stats, counted(valid, options.horizon))
-        ctx.save_for_backward(draft_logits, target_logits, labels, valid, scale, *coefficients.values())
-        ctx.names, ctx.options, ctx.shard, ctx.stats = list(coefficients), options, shard, stats
+        compared = _compare(draft_logits, target_logits, labels, options, shard)
+        # rows that are not valid may hold NaN, and keep it to themselves
+        stats = only_valid(compared.stats().view(*valid.shape), valid)
+        loss, weights = weighted_terms(options.shares, stats, counted(valid, options.horizon), scale)
+        ctx.save_for_backward(draft_logits, target_logits, labels, valid, *weights)
+        ctx.options, ctx.shard, ctx.stats = options, shard, stats
         fields = tuple(vars(stats).values())
-        loss = (value * scale[:, None].to(value.dtype)).sum()
         ctx.mark_non_differentiable(*fields)
         return loss, *fields
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_loss = grads[0]
-        draft_logits, target_logits, labels, valid, scale, *weights = ctx.saved_tensors
+        draft_logits, target_logits, labels, valid, *weights = ctx.saved_tensors
         options: Options = ctx.options
-        k, n = valid.shape
         # two all-reduces again, instead of keeping both softmaxes between forward and backward
-        draft, target = _softmaxes(draft_logits, target_logits, valid, options, ctx.shard)
-        rows = torch.arange(k * n, device=valid.device)
-        factor = scale[:, None].to(weights[0].dtype) * grad_loss * (options.logit_scale / options.draft_temperature)
-        direction = gradient_direction(
-            draft,
-            target,
-            rows,
-            None if labels is None else labels.reshape(-1),
-            ctx.stats.view(-1),
-            {name: (w * factor).reshape(-1) for name, w in zip(ctx.names, weights, strict=True)},
-            ctx.shard,
-        )
+        compared = _compare(draft_logits, target_logits, labels, options, ctx.shard)
+        factor = grads[0] * (options.logit_scale / options.draft_temperature)
+        stats = ctx.stats.view(-1)
+        blend = unit_blend(options, [(w * factor).reshape(-1) for w in weights], stats.alpha)
+        direction = compared.direction(stats, blend).masked_fill_(~valid.reshape(-1, 1), 0)
         grad = torch.zeros_like(draft_logits)
-        direction = direction.masked_fill_(~valid.reshape(-1, 1), 0).view(k, n, ctx.shard.columns)
-        grad[..., : ctx.shard.columns] = direction.to(grad.dtype)
+        grad[..., : ctx.shard.columns] = direction.view(*valid.shape, ctx.shard.columns).to(grad.dtype)
         return grad, None, None, None, None, None, None
 
 
-def _softmaxes(
-    draft_logits: Tensor, target_logits: Tensor | None, valid: Tensor, options: Options, shard: VocabShard
-) -> tuple[Any, Any]:
-    # rows that are not valid may hold NaN: they become uniform
-    drop = ~valid.reshape(-1, 1)
-    draft = working_logits(draft_logits, options.draft_temperature, options.logit_scale, shard)
-    blocks = [draft.reshape(len(drop), shard.columns).masked_fill_(drop, 0)]
-    if target_logits is not None:
-        rows = target_logits.reshape(len(drop), target_logits.shape[-1]).masked_fill(drop, 0)
-        blocks.append(target_logits_to_rows(rows, options, shard))
-    done = softmaxes(blocks, shard)
-    return done[0], done[1] if target_logits is not None else None
+def _compare(
+    draft_logits: Tensor, target_logits: Tensor | None, labels: Tensor | None, options: Options, shard: VocabShard
+) -> Comparison:
+    sides = [None if x is None else x[..., : shard.columns].flatten(0, 1) for x in (draft_logits, target_logits)]
+    assert sides[0] is not None
+    rows = torch.arange(len(sides[0]), device=draft_logits.device)
+    return Comparison.of(sides[0], sides[1], rows, None if labels is None else labels.flatten(), options, shard)
 
 
 def vocab_parallel_objective(
@@ -138,7 +116,7 @@ def vocab_parallel_objective(
 
     Shape: draft_logits, target_logits [k, n, v/tp] (targets aligned per depth; None is allowed for `ce`), valid [k, n]
     bool, labels [k, n] int64 global ids (for `ce`; anything where not valid), row_scale [k] (with reduction `sum`: a
-    factor on each depth's sum, equal entries for `tv`) -> see `ObjectiveOutput`.
+    factor on each depth's sum) -> see `ObjectiveOutput`.
     Gradient: closed form, to draft_logits only (table in `registry.py`; end-to-end weights in `prefix.py`). The target
     is detached. Columns from `vocab_size` on are padding: probability and gradient 0.
     Collectives: over `group`: forward three all-reduces (max, sum, statistics), backward two. The vocabulary is never

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop_megatron.losses.backend import BACKENDS
 from bebop_megatron.losses.prefix import HORIZONS, anchors
-from bebop_megatron.losses.registry import OBJECTIVES
-
-BACKENDS = ("auto", "torch")
+from bebop_megatron.losses.registry import OBJECTIVES, shares
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Options:
             _choose("objective", self.mix[0], OBJECTIVES)
             if not 0 <= self.mix[1] <= 1:
                 raise ValueError(f"mix gives the other objective a share between 0 and 1, got {self.mix[1]}")
-        if "tv" in self.kinds and self.horizon == "per-depth":
+        if "tv" in self.shares and self.horizon == "per-depth":
             raise ValueError(
                 "the end-to-end objective 'tv' is a product over depths and has no per-depth horizon: "
                 "use horizon 'full' or 'partial', or 'tv-step'"
@@ -55,28 +54,33 @@ class Options:
             raise ValueError(f"target_top_p must lie in (0, 1], got {self.target_top_p}")
         if self.target_top_k < 0:
             raise ValueError(f"target_top_k must be 0 (off) or positive, got {self.target_top_k}")
-        if self.needs_reverse_kl and (self.target_top_k or self.target_top_p < 1):
+        if self.needs_reverse_kl and self.filters:
             raise ValueError(
                 "objective 'reverse-kl' is infinite wherever target_top_k or target_top_p leaves a token out: "
                 "use another objective with them"
             )
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The objectives in play."""
-        return (self.kind,) if self.mix is None else (self.kind, self.mix[0])
+    def shares(self) -> dict[str, float]:
+        """The objectives in play and the share of each."""
+        return shares(self.kind, self.mix)
+
+    @property
+    def filters(self) -> bool:
+        """Whether the target is filtered."""
+        return bool(self.target_top_k) or self.target_top_p < 1
 
     @property
     def needs_target(self) -> bool:
-        return any(OBJECTIVES[k].needs_target for k in self.kinds)
+        return any(OBJECTIVES[k].needs_target for k in self.shares)
 
     @property
     def needs_labels(self) -> bool:
-        return any(OBJECTIVES[k].needs_labels for k in self.kinds)
+        return any(OBJECTIVES[k].needs_labels for k in self.shares)
 
     @property
     def needs_reverse_kl(self) -> bool:
-        return any(OBJECTIVES[k].needs_reverse_kl for k in self.kinds)
+        return any(OBJECTIVES[k].needs_reverse_kl for k in self.shares)
 
 
 def _choose(what: str, value: str, choices: Any) -> None:

@@ -32,19 +32,20 @@ def prefix_products(alpha: Tensor) -> Tensor:
     return alpha.cumprod(0)
 
 
-def end_to_end_weights(alpha: Tensor) -> Tensor:
-    """w_i = (1/k) (prod_{l<i} alpha_l) (1 + sum_{m>i} prod_{i<l<=m} alpha_l): alpha [k, n] -> [k, n].
+def end_to_end_weights(alpha: Tensor, scale: Tensor) -> Tensor:
+    """Derivative of sum_m scale_m prod_{l<=m} alpha_l in each alpha_i: alpha [k, n], scale [k, 1] -> [k, n].
 
-    Depths before and after i are multiplied up separately, because the product over alpha_i is 0/0 for a dead chain.
+    That is w_i = (prod_{l<i} alpha_l) (scale_i + sum_{m>i} scale_m prod_{i<l<=m} alpha_l). Depths before and after i
+    are multiplied up separately, because the product over alpha_i is 0/0 for a dead chain.
     """
-    k = alpha.shape[0]
     weights = torch.empty_like(alpha)
-    after = torch.ones_like(alpha[0])
-    for i in reversed(range(k)):
-        weights[i] = after / k
-        after = 1 + alpha[i] * after
+    after = torch.zeros_like(alpha[0])
+    for i in reversed(range(len(alpha))):
+        after = scale[i] + after
+        weights[i] = after
+        after = alpha[i] * after
     before = torch.ones_like(alpha[0])
-    for i in range(k):
+    for i in range(len(alpha)):
         weights[i] *= before
         before = before * alpha[i]
     return weights

@@ -10,6 +10,9 @@
     lk-hybrid    lambda KL + (1 - lambda)(1 - alpha_i)    lambda kl's + (1 - lambda) tv-step's
 
 with lambda = exp(-3 alpha_i), not differentiated. The target p is never differentiated.
+
+A gradient is a blend of directions, which a row can say of itself, times the row's weight, for which `tv` needs the
+other depths of its anchor. So rows can be differentiated in any order, and weighted when all are done.
 """
 
 from __future__ import annotations
@@ -21,97 +24,123 @@ import torch
 from torch import Tensor
 
 from bebop_megatron.losses.prefix import end_to_end_weights, prefix_products
-from bebop_megatron.losses.rows import RowStats
+from bebop_megatron.losses.statistics import RowStats
 
 ALPHA_FLOOR = 1e-4
 HYBRID_DECAY = 3.0
 
-Terms = tuple[Tensor, dict[str, Tensor]]
+Blend = dict[str, Tensor]
+Terms = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Objective:
     """One objective.
 
-    `terms(stats, entries)` maps row statistics [k, n] and counted entries [k, n] bool to the loss of each entry [k, n]
-    (divided by k, 0 where it does not count) and the coefficient [k, n] of each row direction of
-    `rows.gradient_direction`.
+    `terms(stats, entries, scale)` maps row statistics [k, n], counted entries [k, n] bool and a factor on each depth's
+    loss [k, 1] to the loss of each entry [k, n] (0 where it does not count) and the weight of its gradient [k, n].
+    `blend(alpha)` maps the acceptance [n] of any rows to the coefficient [n] of each direction of `rows.direction`.
     """
 
     description: str
     gradient: str
-    terms: Callable[[RowStats, Tensor], Terms]
+    terms: Callable[[RowStats, Tensor, Tensor], Terms]
+    blend: Callable[[Tensor], Blend]
     needs_target: bool = True
     needs_labels: bool = False
     needs_reverse_kl: bool = False
 
 
-def _simple(direction: str, loss: Callable[[RowStats], Tensor]) -> Callable[[RowStats, Tensor], Terms]:
-    def terms(stats: RowStats, entries: Tensor) -> Terms:
-        k = entries.shape[0]
-        value = torch.where(entries, loss(stats), 0) / k
-        return value, {direction: entries.to(value.dtype) / k}
+def _only(direction: str) -> Callable[[Tensor], Blend]:
+    return lambda alpha: {direction: torch.ones_like(alpha)}
+
+
+def _simple(loss: Callable[[RowStats], Tensor]) -> Callable[[RowStats, Tensor, Tensor], Terms]:
+    def terms(stats: RowStats, entries: Tensor, scale: Tensor) -> Terms:
+        return torch.where(entries, loss(stats), 0) * scale, entries * scale
 
     return terms
 
 
-def _end_to_end(stats: RowStats, entries: Tensor) -> Terms:
+def _end_to_end(stats: RowStats, entries: Tensor, scale: Tensor) -> Terms:
     # alpha 0 ends the chain before the first entry that does not count
     alpha = torch.where(entries, stats.alpha, 0)
-    value = torch.where(entries, 1 - prefix_products(alpha), 0) / entries.shape[0]
-    return value, {"tv": torch.where(entries, end_to_end_weights(alpha), 0)}
+    value = torch.where(entries, 1 - prefix_products(alpha), 0) * scale
+    return value, torch.where(entries, end_to_end_weights(alpha, scale), 0)
 
 
-def _log(stats: RowStats, entries: Tensor) -> Terms:
+def _log(stats: RowStats, entries: Tensor, scale: Tensor) -> Terms:
     alpha = stats.alpha.clamp(min=ALPHA_FLOOR)
-    k = entries.shape[0]
-    return torch.where(entries, -alpha.log(), 0) / k, {"tv": torch.where(entries, 1 / alpha, 0) / k}
+    return torch.where(entries, -alpha.log(), 0) * scale, torch.where(entries, scale / alpha, 0)
 
 
-def _hybrid(stats: RowStats, entries: Tensor) -> Terms:
-    k = entries.shape[0]
-    share = torch.where(entries, torch.exp(-HYBRID_DECAY * stats.alpha), 0)
-    rest = torch.where(entries, 1 - share, 0)
-    value = torch.where(entries, share * stats.kl + rest * (1 - stats.alpha), 0) / k
-    return value, {"kl": share / k, "tv": rest / k}
+def _share(alpha: Tensor) -> Tensor:
+    return torch.exp(-HYBRID_DECAY * alpha)
+
+
+def _hybrid(stats: RowStats) -> Tensor:
+    share = _share(stats.alpha)
+    return share * stats.kl + (1 - share) * (1 - stats.alpha)
 
 
 OBJECTIVES: dict[str, Objective] = {
     "ce": Objective(
         "cross entropy with the next tokens (hard labels)",
         "q_j - [j = label]",
-        _simple("ce", lambda s: -s.log_q_label),
+        _simple(lambda s: -s.log_q_label),
+        _only("ce"),
         needs_target=False,
         needs_labels=True,
     ),
-    "kl": Objective("KL(p||q): soft cross entropy", "q_j - p_j", _simple("kl", lambda s: s.kl)),
+    "kl": Objective("KL(p||q): soft cross entropy", "q_j - p_j", _simple(lambda s: s.kl), _only("kl")),
     "reverse-kl": Objective(
         "KL(q||p)",
         "q_j (log(q_j/p_j) - KL(q||p))",
-        _simple("reverse-kl", lambda s: s.reverse_kl),
+        _simple(lambda s: s.reverse_kl),
+        _only("reverse-kl"),
         needs_reverse_kl=True,
     ),
     "tv-step": Objective(
         "total variation of each depth: 1 - alpha_i",
         "-q_j ([q_j <= p_j] - S)",
-        _simple("tv", lambda s: 1 - s.alpha),
+        _simple(lambda s: 1 - s.alpha),
+        _only("tv"),
     ),
-    "tv": Objective("end-to-end total variation: 1 - mean accepted prefix", "-w_i q_j ([q_j <= p_j] - S)", _end_to_end),
-    "lk": Objective("-log alpha_i: does not vanish for a cold head", "tv-step's / alpha_i", _log),
+    "tv": Objective(
+        "end-to-end total variation: 1 - mean accepted prefix",
+        "-w_i q_j ([q_j <= p_j] - S)",
+        _end_to_end,
+        _only("tv"),
+    ),
+    "lk": Objective("-log alpha_i: does not vanish for a cold head", "tv-step's / alpha_i", _log, _only("tv")),
     "lk-hybrid": Objective(
-        "KL while alpha is small, total variation after", "lambda kl's + (1 - lambda) tv-step's", _hybrid
+        "KL while alpha is small, total variation after",
+        "lambda kl's + (1 - lambda) tv-step's",
+        _simple(_hybrid),
+        lambda alpha: {"kl": _share(alpha), "tv": 1 - _share(alpha)},
     ),
 }
 
 
-def combined_terms(kind: str, mix: tuple[str, float] | None, stats: RowStats, entries: Tensor) -> Terms:
-    """Terms of one objective, or of (1 - f) of it and f of another: the hand-over of a warm-up."""
-    value, coefficients = OBJECTIVES[kind].terms(stats, entries)
-    if mix is None:
-        return value, coefficients
+def shares(kind: str, mix: tuple[str, float] | None) -> dict[str, float]:
+    """The objectives in play and the share of each: one, or two while a warm-up hands over."""
+    if mix is None or mix[0] == kind:
+        return {kind: 1.0}
     other, fraction = mix
-    other_value, other_coefficients = OBJECTIVES[other].terms(stats, entries)
-    merged = {name: weight * (1 - fraction) for name, weight in coefficients.items()}
-    for name, weight in other_coefficients.items():
-        merged[name] = merged[name] + fraction * weight if name in merged else fraction * weight
-    return value * (1 - fraction) + other_value * fraction, merged
+    return {name: share for name, share in ((kind, 1 - fraction), (other, fraction)) if share}
+
+
+def weighted_terms(
+    of: dict[str, float], stats: RowStats, entries: Tensor, scale: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss [] of a mix of objectives, and for each of them its share of the weights [k, n] of the gradient.
+
+    Shape: statistics and entries [k, n], scale [k]: factor on each depth's sum, of which the mean over depths is taken.
+    """
+    total, weights = stats.alpha.new_zeros(()), []
+    for kind, share in of.items():
+        by_depth = (scale * (share / len(scale))).to(stats.alpha.dtype)[:, None]
+        value, weight = OBJECTIVES[kind].terms(stats, entries, by_depth)
+        total = total + value.sum()
+        weights.append(weight)
+    return total, weights

@@ -1,156 +1,252 @@
-"""Row statistics and unweighted gradients in PyTorch, vocabulary-parallel; never a gather of the vocabulary."""
+"""One rank's share of the row statistics and of the unweighted gradients, in PyTorch; `kernels.py` is its Triton twin.
+
+Nothing here communicates: `statistics.py` adds up the ranks. Rows are worked on in blocks that fit into the cache of a
+CPU, and comparisons that would make boolean tensors are written as arithmetic, which CPUs vectorise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bebop_megatron.losses.shard import VocabShard
+# elements of one block and thread: small enough for the caches, large enough that calls do not count
+_BLOCK = 2**19
+_TILE = 256
+# a mean logit below this can only come from a probability on a logit of -inf
+_NEVER = -1e12
 
 
 @dataclass(frozen=True)
-class RowStats:
-    """Statistics of each row: alpha = sum min(p, q), `covered` = sum q [q <= p] (S), divergences and entropies in
-    nats.
+class LocalRows:
+    """n distributions over this rank's columns, as if they were the whole vocabulary.
+
+    Shape: `values` [n, columns]: here the probabilities, in the Triton twin the logits as given; `scale` multiplies
+    those. `top` [n] largest scaled logit, `column` [n] int64 the first that holds it, `log_sum` [n] log sum
+    e^(logit - top), `mean` [n] expectation of logit - top. Of a draft that has a target, `cross` [n]: the same
+    expectation under the target's probabilities; with `reverse`, `reverse_cross` [n]: that of the target's logit - top
+    under the draft's. `label_logit` [n]: logit - top of the labels given, anything where another rank holds them.
+    `logits` [n, columns]: logit - top, kept where `reverse_cross` needs it.
+    """
+
+    values: Tensor
+    scale: float
+    top: Tensor
+    column: Tensor
+    log_sum: Tensor
+    mean: Tensor
+    cross: Tensor
+    reverse_cross: Tensor
+    label_logit: Tensor
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """This rank's part of alpha = sum min(p, q), S = sum q [q <= p] and 1 - S = sum q [q > p]: [n] each.
+
+    One of the last two can be tiny, and then it is not the difference of 1 and the other.
     """
 
     alpha: Tensor
     covered: Tensor
-    kl: Tensor
-    reverse_kl: Tensor
-    target_entropy: Tensor
-    draft_entropy: Tensor
-    p_argmax_q: Tensor
-    greedy_target: Tensor
-    greedy_label: Tensor
-    log_q_label: Tensor
-
-    def view(self, *shape: int) -> RowStats:
-        return RowStats(**{f.name: getattr(self, f.name).reshape(*shape) for f in fields(self)})
+    rejected: Tensor
 
 
-@dataclass(frozen=True)
-class Softmax:
-    """Shape: log_probs [n, columns], entropy [n], column [n] (first largest on this rank, -1 if not here), first [n]
-    (whether this rank is the first that holds a largest).
+def _block_rows(n: int, columns: int, device: torch.device) -> int:
+    size = n if device.type != "cpu" else _BLOCK * torch.get_num_threads() // max(columns, 1)
+    return max(1, min(size, n))
+
+
+def _blocks(n: int, size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
+
+
+def _first_largest(z: Tensor) -> Tensor:
+    """Column [n] of each row's first maximum: z [n, columns]; tile by tile, an order faster than `argmax` on a CPU."""
+    n, columns = z.shape
+    tiles = columns // _TILE
+    if tiles < 2:
+        return z.argmax(-1)
+    whole = tiles * _TILE
+    tile = z[:, :whole].unflatten(1, (tiles, _TILE)).amax(-1).argmax(-1)
+    inside = z[:, :whole].unflatten(1, (tiles, _TILE))[torch.arange(n, device=z.device), tile]
+    best, offset = inside.max(-1)
+    column = tile * _TILE + offset
+    if whole == columns:
+        return column
+    rest, later = z[:, whole:].max(-1)
+    return torch.where(rest > best, whole + later, column)
+
+
+def local_rows(
+    logits: Tensor,
+    scale: float = 1.0,
+    *,
+    target: LocalRows | None = None,
+    rows: Tensor | None = None,
+    label: Tensor | None = None,
+    reverse: bool = False,
+    overwrite: bool = False,
+) -> LocalRows:
+    """Softmax of each row within this rank's columns.
+
+    Shape: logits [n, columns]; draft row i meets row `rows[i]` of `target`; label [n]: column of a label, or -1.
+    Statistics are fp32 (fp64 for fp64).
+    Memory: one block [n, columns] fp32, with `reverse` two; `overwrite` puts the first into `logits` if it fits.
     """
-
-    log_probs: Tensor
-    entropy: Tensor
-    column: Tensor
-    first: Tensor
-
-
-def softmaxes(blocks: Sequence[Tensor], shard: VocabShard) -> list[Softmax]:
-    """Normalise blocks of logits [n_i, columns] in place.
-
-    Collectives: two all-reduces over the group, for all blocks together.
-    """
-    largest = shard.max_and_argmax(blocks)
-    own = [_sums(block, top, column, shard) for block, (top, column) in zip(blocks, largest, strict=True)]
-    totals = shard.sum(torch.cat(own, dim=1)).split([len(block) for block in blocks], dim=1)
-    done = []
-    for block, (_, column), (norm, dot, holders) in zip(blocks, largest, totals, strict=True):
-        log_sum = norm.log()
-        entropy = log_sum - dot / norm
-        done.append(Softmax(block.sub_(log_sum[:, None]), entropy, column, shard.first(column >= 0, holders)))
-    return done
-
-
-def _sums(logits: Tensor, top: Tensor, column: Tensor, shard: VocabShard) -> Tensor:
-    """Shift logits by their maximum, in place; sums of e^z and z e^z, and who holds a maximum: [3, n]."""
-    shifted = logits.sub_(top[:, None])
-    e = shifted.exp()
-    norm = e.sum(-1)
-    dot = e.mul_(shifted.clamp(min=torch.finfo(shifted.dtype).min)).sum(-1)
-    return torch.stack([norm, dot, shard.bit(column >= 0).to(norm.dtype)])
-
-
-def _pick(log_probs: Tensor, column: Tensor, held: Tensor) -> Tensor:
-    if log_probs.shape[1] == 0:
-        return log_probs.new_zeros(held.shape)
-    return log_probs.gather(1, column.clamp(min=0)[:, None])[:, 0]
-
-
-def row_stats(
-    draft: Softmax, target: Softmax | None, rows: Tensor, labels: Tensor | None, shard: VocabShard
-) -> RowStats:
-    """All statistics [n] of n rows; row i meets target row `rows[i]`. Without target or labels theirs are 0.
-
-    Collectives: one all-reduce over the group.
-    """
-    n = len(draft.entropy)
-    zero = draft.entropy.new_zeros(n)
-    parts = [zero] * 8
-    if target is not None:
-        # a private copy, written over step by step: few blocks of logits may live at once
-        log_p = target.log_probs[rows]
-        q, p = draft.log_probs.exp(), log_p.exp()
-        parts[4] = torch.where(draft.first, _pick(p, draft.column, draft.first), 0)
-        parts[0] = torch.minimum(p, q).sum(-1)
-        # ties count as q <= p
-        parts[1] = torch.where(q <= p, q, 0).sum(-1)
-        ratio = log_p.sub_(draft.log_probs)
-        # 0 log 0 is 0
-        parts[2] = torch.where(p > 0, ratio, 0).mul_(p).sum(-1)
-        parts[3] = -ratio.masked_fill_(q == 0, 0).mul_(q).sum(-1)
-        parts[5] = (draft.first & target.first[rows] & (draft.column == target.column[rows])).to(zero.dtype)
-    if labels is not None:
-        column, held = shard.local(labels)
-        parts[6] = (draft.first & held & (draft.column == column)).to(zero.dtype)
-        parts[7] = torch.where(held, _pick(draft.log_probs, column, held), 0)
-    total = shard.sum(torch.stack(parts))
-    return RowStats(
-        alpha=total[0].clamp(max=1),
-        covered=total[1],
-        kl=total[2],
-        reverse_kl=total[3],
-        target_entropy=zero if target is None else target.entropy[rows],
-        draft_entropy=draft.entropy,
-        p_argmax_q=total[4],
-        greedy_target=total[5] > 0,
-        greedy_label=total[6] > 0,
-        log_q_label=total[7],
-    )
+    n, columns = logits.shape
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    values = logits if overwrite and logits.dtype == wide else torch.empty_like(logits, dtype=wide)
+    kept = torch.empty_like(values) if reverse else None
+    column = torch.zeros(n, dtype=torch.int64, device=logits.device)
+    top, log_sum, mean, cross, reverse_cross, label_logit = logits.new_zeros(6, n, dtype=wide)
+    lowest = torch.finfo(wide).min
+    if columns == 0:
+        top.fill_(-torch.inf)
+    size = _block_rows(n, columns, logits.device)
+    scratch = _Scratch(values, size, 3)
+    for part in _blocks(n, size) if columns else ():
+        z, softmax, other = (scratch.of(i, part) for i in range(3))
+        z.copy_(logits[part])
+        if scale != 1:
+            z.mul_(scale)
+        torch.amax(z, -1, out=top[part])
+        column[part] = _first_largest(z)
+        # -inf becomes the lowest number, and that times a probability of 0 is 0; a row of nothing else has a share of 0
+        z.sub_(top[part].clamp(min=lowest)[:, None]).clamp_(min=lowest)
+        torch.softmax(z, -1, out=softmax)
+        # the largest logit is 0 now
+        log_sum[part] = -softmax.gather(1, column[part][:, None])[:, 0].log()
+        mean[part] = torch.linalg.vecdot(softmax, z)
+        if target is not None and rows is not None:
+            torch.index_select(target.values, 0, rows[part], out=other)
+            cross[part] = torch.linalg.vecdot(other, z)
+            if reverse:
+                assert target.logits is not None
+                reverse_cross[part] = torch.linalg.vecdot(softmax, target.logits[rows[part]])
+        if label is not None:
+            label_logit[part] = z.gather(1, label[part].clamp(min=0)[:, None])[:, 0]
+        if kept is not None:
+            kept[part] = z
+        values[part] = softmax
+    label_logit.masked_fill_(label_logit <= lowest, -torch.inf)
+    for expectation in (cross, reverse_cross):
+        expectation.masked_fill_(expectation < _NEVER, -torch.inf)
+    return LocalRows(values, scale, top, column, log_sum, mean, cross, reverse_cross, label_logit, kept)
 
 
-def gradient_direction(
-    draft: Softmax,
-    target: Softmax | None,
+def probability_at(side: LocalRows, rows: Tensor, column: Tensor) -> Tensor:
+    """Probability [n], within this rank's columns, of `column[i]` in row `rows[i]`."""
+    return side.values[rows, column]
+
+
+class _Scratch:
+    """Memory for the blocks of one call: what is allocated for every block costs page faults."""
+
+    def __init__(self, like: Tensor, rows: int, count: int) -> None:
+        self._space = [like.new_empty(rows, like.shape[1]) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._space)
+
+    def of(self, number: int, part: slice) -> Tensor:
+        return self._space[number][: part.stop - part.start]
+
+
+def _draft_probabilities(side: LocalRows, share: Tensor | None, part: slice, out: Tensor) -> Tensor:
+    """True probabilities of a block of rows; a view of them where nothing has to be done."""
+    own = side.values[part]
+    return own if share is None else torch.mul(own, share[part][:, None], out=out)
+
+
+def _target_probabilities(side: LocalRows, share: Tensor | None, rows: Tensor, out: Tensor) -> Tensor:
+    torch.index_select(side.values, 0, rows, out=out)
+    return out if share is None else out.mul_(share[rows][:, None])
+
+
+def overlap(
+    draft: LocalRows, target: LocalRows, rows: Tensor, draft_share: Tensor | None, target_share: Tensor | None
+) -> Overlap:
+    """Sums over this rank's columns; `*_share` [n]: the part of each distribution that lies here, None: all of it."""
+    n, columns = draft.values.shape
+    alpha, covered, rejected = draft.values.new_zeros(3, n)
+    size = _block_rows(n, columns, rows.device)
+    scratch = _Scratch(draft.values, size, 3)
+    for part in _blocks(n, size):
+        a, b, c = (scratch.of(i, part) for i in range(3))
+        q = _draft_probabilities(draft, draft_share, part, a)
+        p = _target_probabilities(target, target_share, rows[part], b)
+        torch.sum(torch.minimum(p, q, out=c), -1, out=alpha[part])
+        over = _where_rejected(q, p, c)
+        torch.sum(over, -1, out=rejected[part])
+        torch.sum(torch.sub(q, over, out=c), -1, out=covered[part])
+    return Overlap(alpha, covered, rejected)
+
+
+def _where_rejected(q: Tensor, p: Tensor, out: Tensor) -> Tensor:
+    # q where q > p, 0 elsewhere: a tie counts as accepted; the derivative of a ReLU is such a choice without booleans
+    return torch.ops.aten.threshold_backward.grad_input(q, torch.sub(q, p, out=out), 0, grad_input=out)
+
+
+def direction(
+    draft: LocalRows,
+    target: LocalRows | None,
     rows: Tensor,
-    labels: Tensor | None,
-    stats: RowStats,
+    draft_share: Tensor | None,
+    target_share: Tensor | None,
     coefficients: dict[str, Tensor],
-    shard: VocabShard,
+    covered: Tensor,
+    rejected: Tensor,
+    log_ratio: Tensor | None,
+    label: Tensor | None,
+    *,
+    overwrite: bool = False,
 ) -> Tensor:
     """Sum of the row directions `ce`, `kl`, `reverse-kl` and `tv`, each times its coefficient [n] -> [n, columns].
 
+    Shape: covered, rejected [n], of all columns; log_ratio [n]: what turns the difference of kept logits into
+    log(q/p) - KL(q||p); label [n]: column of the label, -1 where another rank holds it.
     Gradient: ce: q_j - [j = label]; kl: q_j - p_j; reverse-kl: q_j (log(q_j/p_j) - KL(q||p)); tv:
-    -q_j ([q_j <= p_j] - S).
+    -q_j ([q_j <= p_j] - S), which is q_j S where q_j > p_j and -q_j (1 - S) elsewhere.
+    Memory: with `overwrite` the draft's values become the result.
     """
-    q = draft.log_probs.exp()
-    p = None if target is None else target.log_probs[rows].exp_()
-    grad = torch.zeros_like(q)
-    for name, weight in coefficients.items():
-        w = weight.to(q.dtype)[:, None]
-        if name == "ce":
-            assert labels is not None
-            grad.addcmul_(w, q)
-            column, held = shard.local(labels)
-            if q.shape[1]:
-                grad.scatter_add_(1, column[:, None], -torch.where(held[:, None], w, 0))
-            continue
-        assert target is not None
-        assert p is not None
-        if name == "kl":
-            grad.addcmul_(w, q - p)
-        elif name == "reverse-kl":
-            ratio = target.log_probs[rows].neg_().add_(draft.log_probs).masked_fill_(q == 0, 0)
-            grad.addcmul_(w, ratio.sub_(stats.reverse_kl[:, None]).mul_(q))
-        else:
-            accepted = (q <= p).to(q.dtype)
-            grad.addcmul_(w, accepted.sub_(stats.covered[:, None]).mul_(q), value=-1)
-    return grad
+    n, columns = draft.values.shape
+    out = draft.values if overwrite else torch.empty_like(draft.values)
+    size = _block_rows(n, columns, rows.device)
+    scratch = _Scratch(draft.values, size, 5 if len(coefficients) > 1 else 4)
+    for part in _blocks(n, size):
+        q = _draft_probabilities(draft, draft_share, part, scratch.of(0, part))
+        p = None if target is None else _target_probabilities(target, target_share, rows[part], scratch.of(1, part))
+        last = scratch.of(len(scratch) - 1, part)
+        for number, (name, coefficient) in enumerate(coefficients.items()):
+            w = coefficient[part].to(q.dtype)[:, None]
+            term = scratch.of(2, part) if number else last
+            if name == "ce":
+                assert label is not None
+                torch.mul(q, w, out=term)
+                if columns:
+                    here = label[part] >= 0
+                    term.scatter_add_(1, label[part].clamp(min=0)[:, None], -torch.where(here[:, None], w, 0))
+            elif name == "kl":
+                assert p is not None
+                torch.sub(q, p, out=term).mul_(w)
+            elif name == "reverse-kl":
+                assert target is not None
+                assert draft.logits is not None
+                assert target.logits is not None
+                assert log_ratio is not None
+                torch.sub(draft.logits[part], target.logits[rows[part]], out=term)
+                # q = 0 hides a ratio that may not be finite
+                term.add_(log_ratio[part][:, None]).mul_(q).masked_fill_(q == 0, 0).mul_(w)
+            else:
+                assert p is not None
+                over = _where_rejected(q, p, scratch.of(1, part) if len(coefficients) == 1 else scratch.of(3, part))
+                torch.sub(over, q, out=term).mul_((rejected[part] * w[:, 0])[:, None])
+                term.addcmul_(over, (covered[part] * w[:, 0])[:, None])
+            if number:
+                last.add_(term)
+        out[part] = last if coefficients else 0
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,23 +58,6 @@ class VocabShard:
         if self.group is not None:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
-
-    def max_and_argmax(self, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """For each block of logits [n_i, columns] the maximum over the vocabulary [n_i] and its first local column
-        [n_i], -1 where another rank's is larger.
-
-        Collectives: one all-reduce over `group`, for all blocks together.
-        """
-        own = [self._own_max(logits) for logits in blocks]
-        tops = self.maximum(torch.cat([value for value, _ in own])).split([len(value) for value, _ in own])
-        return [(top, torch.where(value == top, column, -1)) for top, (value, column) in zip(tops, own, strict=True)]
-
-    def _own_max(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.columns:
-            value, column = logits.max(-1)
-            return value, column
-        none = logits.new_full(logits.shape[:-1], -torch.inf)
-        return none, torch.zeros_like(none, dtype=torch.int64)
 
     def bit(self, holds: Tensor) -> Tensor:
         """Mark [n] whose sum over ranks tells a holder whether it is the first: rank r adds 4^-r."""

@@ -25,7 +25,8 @@ def _kth_largest(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
 
 
 def _outside_nucleus(logits: Tensor, top_p: float, shard: VocabShard) -> Tensor:
-    ((maximum, _),) = shard.max_and_argmax([logits])
+    own = logits.amax(-1) if shard.columns else logits.new_full(logits.shape[:1], -torch.inf)
+    maximum = shard.maximum(own)
     shifted = logits - maximum[:, None]
     weights = shifted.exp()
     total = shard.sum(weights.sum(-1))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop_megatron.alignment import LAYOUTS
 from bebop_megatron.config import ObjectiveConfig
 from bebop_megatron.metrics import AcceptanceMeter
 from bebop_megatron.reduction import StepCounts
@@ -41,14 +42,16 @@ class Attachment:
         self.loss_sums = new if self.loss_sums is None else self.loss_sums + new
 
 
-def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = None) -> None:
+def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = None, cp_layout: str = "zigzag") -> None:
     """Make `config`'s model train its MTP head on `objective` once `install()` has run.
 
     `vocab_size` is the true size: columns of the LM head beyond it are padding. Heads are detached from the backbone
-    unless the objective is joint. An objective without a loss leaves Megatron's own.
+    unless the objective is joint. An objective without a loss leaves Megatron's own. `cp_layout` says how your batches
+    are cut over context-parallel ranks: `zigzag` as Megatron's are, or `contiguous`.
 
     Raises:
-        ValueError: the config has no MTP layers, or trains the LM head jointly through fused gradient accumulation.
+        ValueError: an unknown layout, a config without MTP layers, or one that trains the LM head jointly through fused
+            gradient accumulation.
     """
     if objective.loss is None:
         return
@@ -60,7 +63,10 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     if objective.joint and config.gradient_accumulation_fusion:
         # the fused kernel marks the weight as done, and the objective's own gradient would be dropped
         raise ValueError("--mtp-joint needs --no-gradient-accumulation-fusion: the LM head gets two gradients")
+    if cp_layout not in LAYOUTS:
+        raise ValueError(f"unknown context-parallel layout {cp_layout!r}: choose one of {', '.join(LAYOUTS)}")
     config.mtp_detach_heads = not objective.joint
+    config.bebop_cp_layout = cp_layout
     meter = AcceptanceMeter(config.mtp_num_layers)
     attachment = Attachment(objective, vocab_size, meter)
     setattr(config, _ATTRIBUTE, attachment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ _LOSS_PARAMETERS = (
     "scale_logits_fn",
     "input_ids",
 )
-_SCHEDULE_PARAMETERS = ("data_iterator", "model", "num_microbatches")
+_SCHEDULE_PARAMETERS = ("data_iterator", "model", "num_microbatches", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,15 @@ SCHEDULE_SEAMS = tuple(
         "forward_backward_pipelining_with_interleaving",
     )
 )
+EMBEDDING_SEAM = Seam(
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer",
+    "_get_embeddings",
+    ("input_ids", "position_ids", "embedding", "hidden_states", "packed_seq_params", "padding_mask"),
+)
+SPEC_SEAM = Seam(
+    "megatron.core.models.gpt.gpt_layer_specs", "get_gpt_mtp_block_spec_for_backend", ("config", "spec", "backend")
+)
+BUILDER_SEAM = Seam("megatron.training.models.gpt", "mtp_block_spec", ("config", "transformer_layer_spec", "vp_stage"))
 LOGGING_SEAM = Seam(
     "megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper",
     "track_mtp_metrics",
@@ -113,32 +121,12 @@ def let_steps_be_missing(optimizer: Any) -> None:
         )
 
 
-def require(seams: Iterable[Seam]) -> None:
-    """See that every seam exists and takes the parameters we rely on.
-
-    Raises:
-        RuntimeError: a name or a parameter is missing.
-    """
-    from megatron.core import __version__
-
-    tested = ", ".join(TESTED_VERSIONS)
-    for seam in seams:
-        target = getattr(seam.owner(), seam.name, None)
-        where = f"{seam.module.replace(':', '.')}.{seam.name}"
-        if target is None:
-            raise RuntimeError(
-                f"megatron-core {__version__} has no {where}, which bebop_megatron rebinds (tested with {tested})"
-            )
-        known = inspect.signature(target).parameters if callable(target) else {}
-        missing = [p for p in seam.parameters if p not in known]
-        if missing:
-            raise RuntimeError(
-                f"megatron-core {__version__}: {where} no longer takes {', '.join(missing)} (tested with {tested})"
-            )
+def _installed_seams() -> tuple[Seam, ...]:
+    return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM)
 
 
-def check() -> None:
-    """See that this Megatron has every name that `install` rebinds, with the parameters it relies on.
+def check(seams: tuple[Seam, ...] | None = None) -> None:
+    """See that this Megatron has every name of `seams`, by default all that `install` rebinds, with its parameters.
 
     Raises:
         RuntimeError: the version is outside 0.19, or a name or parameter is missing.
@@ -150,4 +138,15 @@ def check() -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    require((*LOSS_SEAMS, *SCHEDULE_SEAMS, LOGGING_SEAM))
+    for seam in _installed_seams() if seams is None else seams:
+        target = getattr(seam.owner(), seam.name, None)
+        where = f"{seam.module.replace(':', '.')}.{seam.name}"
+        if target is None:
+            raise RuntimeError(
+                f"megatron-core {__version__} has no {where}, which bebop_megatron rebinds (tested with {tested})"
+            )
+        missing = [p for p in seam.parameters if p not in inspect.signature(target).parameters]
+        if missing:
+            raise RuntimeError(
+                f"megatron-core {__version__}: {where} no longer takes {', '.join(missing)} (tested with {tested})"
+            )

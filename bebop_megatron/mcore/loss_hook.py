@@ -11,52 +11,55 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
-from bebop_megatron.alignment import align, packed_segments
+from bebop_megatron.alignment import layout_of
 from bebop_megatron.losses import fused_linear_objective
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.attachment import Attachment, attached
-from bebop_megatron.mcore.freeze_state import freeze_state, is_frozen
+from bebop_megatron.mcore.freeze_state import FreezeState, freeze_state
+from bebop_megatron.mcore.targets import Targets, targets_of
 from bebop_megatron.reduction import StepCounts, local_counts
 
 
 def _whole_sequence(hidden: Tensor, config: Any, tp_group: Any) -> Tensor:
-    """Rows of the sequence-parallel ranks put together: [s/tp, b, h] -> [s * b, h]."""
+    """Rows of the sequence-parallel ranks put together: [s/cp/tp, b, h] -> [s/cp, b, h]."""
     if config.sequence_parallel:
         # the objective returns the complete gradient on every rank, so the way back is a split, not a sum
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
-    return hidden.reshape(-1, hidden.shape[-1])
+    return hidden
 
 
-def _labels_and_mask(labels: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels and mask [b, s]; without labels (RL-style forward) both come from the ids, the last position has none."""
-    if labels is not None:
-        return labels, torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
-    # such a mask says which *tokens* may be targets, as the ids do: both move together
-    of_tokens = torch.ones_like(input_ids, dtype=torch.float32) if mask is None else mask
-    last = torch.zeros_like(of_tokens[:, :1])
-    return torch.roll(input_ids, -1, dims=1), torch.cat([of_tokens[:, 1:], last], dim=1)
+def _counts(attachment: Attachment, targets: Targets, cp_group: Any) -> tuple[StepCounts, int]:
+    """The counts to normalise by, and over how many data x context parallel ranks they run.
 
-
-def _segments(packed_seq_params: Any, length: int) -> Tensor | None:
-    if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
-        return None
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_segments(packed_seq_params.cu_seqlens_q if padded is None else padded, length)
-
-
-def _counts(attachment: Attachment, valid: Tensor, mask: Tensor) -> tuple[StepCounts, int]:
-    """The counts to normalise by, and over how many data x context parallel ranks they run."""
+    Collectives: none, or in a training loop of the caller's own one all-reduce over the context-parallel group.
+    """
     if attachment.counts is not None:
         return attachment.counts, parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     # a training loop of the caller's own: Megatron's normalisation, by the micro-batch's own count
-    return local_counts(valid, mask, attachment.objective.resolved_horizon), 1
+    counts = local_counts(
+        targets.alignment.valid, targets.num_tokens, attachment.objective.resolved_horizon, group=cp_group
+    )
+    return counts, 1 if cp_group is None else cp_group.size()
+
+
+def _row_labels(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Labels of this rank's rows, -1 where the language-model loss does not count: [b, s/cp] -> [s/cp * b]."""
+    counts = labels >= 0 if mask is None else (labels >= 0) & (mask > 0)
+    return torch.where(counts, labels, -1).t().flatten()
+
+
+def _frozen(config: Any, part: str) -> FreezeState | None:
+    """The freeze state of this config, if the part is frozen at the moment."""
+    state = freeze_state(config)
+    return state if state is not None and part in state.frozen else None
 
 
 def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap Megatron's `process_mtp_loss`; models without our objective still call the original.
 
     Collectives: those of `fused_linear_objective` over the tensor-parallel group, and under sequence parallelism one
-    all-gather of hidden states for the backbone and one for each depth.
+    all-gather of hidden states for the backbone and one for each depth. Under context parallelism, two all-gathers of
+    the halo over its group, one of labels and masks and one of backbone hidden states, whatever the number of depths.
     """
 
     def process_mtp_loss(
@@ -93,46 +96,35 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
                 scale_logits_fn=scale_logits_fn,
                 input_ids=input_ids,
             )
-        if is_frozen(config, "mtp"):
+        if _frozen(config, "mtp") is not None:
             # no MTP layer has run, the hidden states are the backbone's alone
             return hidden_states
         depths = config.mtp_num_layers
         backbone, *drafts = torch.chunk(hidden_states, 1 + depths, dim=0)
         if not is_training or (labels is None and input_ids is None):
             return backbone
-        if cp_group is not None and cp_group.size() > 1:
-            raise NotImplementedError(
-                f"--mtp-loss {attachment.objective.loss} does not support context parallelism yet "
-                f"(--context-parallel-size {cp_group.size()})"
-            )
         objective = attachment.objective
         assert objective.loss is not None
+        targets = targets_of(labels, loss_mask, input_ids, depths, packed_seq_params, cp_group, layout_of(config))
+        table = targets.alignment
         compat.finish_param_gather(output_layer)
-        known = labels if input_ids is None else input_ids
-        assert known is not None
-        ids, mask = _labels_and_mask(labels, loss_mask, known)
-        table = align(mask, depths, _segments(packed_seq_params, ids.shape[1]))
         weight = output_layer.weight if output_weight is None else output_weight
         # MuP scales logits by a constant
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
-        target = _whole_sequence(backbone.detach(), config, tp_group)
-        draft = torch.stack([_whole_sequence(hidden, config, tp_group) for hidden in drafts])
-        # while the backbone is frozen, its own loss is only looked at: it shares the target's projection
-        state = freeze_state(config)
-        alone = state if state is not None and "backbone" in state.frozen else None
-        row_labels = None
-        if alone is not None and labels is not None:
-            row_labels = torch.where(mask > 0, labels, -1).t().reshape(-1)
+        target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group)
+        draft = torch.stack([_whole_sequence(hidden, config, tp_group).flatten(0, 1) for hidden in drafts])
+        counts, replicas = _counts(attachment, targets, cp_group)
+        # while the backbone is frozen its own loss is only looked at, and shares the target's projection
+        alone = _frozen(config, "backbone")
         joint = objective.joint and alone is None
-        counts, replicas = _counts(attachment, table.valid, mask)
         out = fused_linear_objective(
             draft,
-            target,
+            target.flatten(0, 1),
             weight if joint else weight.detach(),
             target_rows=table.target_rows,
             kind=objective.loss,
             valid=table.valid,
-            labels=ids.t().reshape(-1)[table.target_rows],
+            labels=targets.labels,
             group=tp_group if tp_group is not None and tp_group.size() > 1 else None,
             vocab_size=attachment.vocab_size,
             draft_temperature=objective.temperature,
@@ -142,7 +134,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             reduction="sum",
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,
-            row_labels=row_labels,
+            row_labels=None if alone is None or labels is None else _row_labels(labels, loss_mask),
         )
         attachment.meter.update(out.stats, table.valid)
         attachment.add_loss(out.loss, 1 / (counts.num_microbatches * replicas))
@@ -151,7 +143,8 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         if alone is not None:
             # tied to the model's output instead, so that nothing is propagated back through the LM head
             alone.pending = loss
-            alone.lm_loss = None if out.row_nll is None else out.row_nll.view(-1, mask.shape[0]).t().contiguous()
+            if labels is not None and out.row_nll is not None:
+                alone.lm_loss = out.row_nll.view(-1, labels.shape[0]).t().contiguous()
             return backbone
         return MTPLossAutoScaler.apply(backbone, loss)
 

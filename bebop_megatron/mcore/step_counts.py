@@ -36,8 +36,15 @@ class _Replay:
         return next(self._behind)
 
 
+def _is_cut(item: Any, seq_length: int) -> bool:
+    """Whether a batch was cut over the context-parallel ranks already: its chains cannot be seen to their ends."""
+    size = parallel_state.get_context_parallel_world_size()
+    mask = item.get("loss_mask") if isinstance(item, dict) else None
+    return size > 1 and mask is not None and mask.shape[1] * size == seq_length
+
+
 def _count(
-    attachment: Attachment, data_iterator: Any, num_microbatches: int, depths: int
+    attachment: Attachment, data_iterator: Any, num_microbatches: int, seq_length: int, depths: int
 ) -> tuple[Any, StepCounts | None]:
     """Read one step ahead: -> (iterator that replays it, counts or None where batches cannot be read)."""
     chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -48,8 +55,9 @@ def _count(
     if source is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
         items = [next(source) for _ in range(num_microbatches)]
         chunks = [*chunks[:-1], _Replay(items, source)]
+    whole = [None if _is_cut(item, seq_length) else item for item in items]
     counts = global_counts(
-        batch_counts(items, depths, attachment.objective.resolved_horizon),
+        batch_counts(whole, depths, attachment.objective.resolved_horizon),
         num_microbatches,
         torch.cuda.current_device(),
         # before context-parallel slicing every such rank reads whole sequences
@@ -75,7 +83,11 @@ def with_step_counts(schedule: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return schedule(*args, **kwargs)
         kwargs["data_iterator"], attachment.counts = _count(
-            attachment, kwargs["data_iterator"], kwargs["num_microbatches"], config.mtp_num_layers
+            attachment,
+            kwargs["data_iterator"],
+            kwargs["num_microbatches"],
+            kwargs["seq_length"],
+            config.mtp_num_layers,
         )
         try:
             return schedule(*args, **kwargs)

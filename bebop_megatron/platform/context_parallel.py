@@ -8,23 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bebop_megatron.alignment import ContextShard
+
 
 def zigzag_positions(bounds: Tensor, size: int, rank: int) -> Tensor:
     """Global positions that `rank` of `size` holds: of each document's 2*size chunks, its own and the mirrored one.
 
     Shape: bounds [documents + 1] int, cumulative, each document a multiple of 2*size long -> [positions/size] int64.
     """
-    bounds = bounds.long()
-    if size == 1:
-        return torch.arange(int(bounds[-1]))
-    position = torch.arange(int(bounds[-1]))
-    document = torch.bucketize(position, bounds[1:], right=True)
-    chunk = (position - bounds[document]) * 2 * size // (bounds[document + 1] - bounds[document])
-    front = position[chunk == rank]
-    back = position[chunk == 2 * size - 1 - rank]
-    # within a document the front chunk comes first; documents stay in order
-    order = torch.argsort(torch.bucketize(torch.cat([front, back]), bounds[1:], right=True), stable=True)
-    return torch.cat([front, back])[order]
+    return ContextShard(bounds.long(), int(bounds[-1]), size, rank).positions()
 
 
 class _AllGatherSequence(torch.autograd.Function):

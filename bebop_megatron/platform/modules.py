@@ -15,7 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from bebop_megatron.platform.context_parallel import all_gather_sequence, zigzag_positions
+from bebop_megatron.alignment import ContextShard, layout_of
+from bebop_megatron.platform.context_parallel import all_gather_sequence
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, config: Any, eps: float) -> Tensor:
@@ -68,9 +69,9 @@ class CpuLayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class CpuDotProductAttention(MegatronModule):
-    """Causal or full attention with grouped queries, packed sequences and zigzag context parallelism.
+    """Causal or full attention with grouped queries, packed sequences and context parallelism.
 
-    Shape: q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] (packed: [t, heads/tp, d]) -> [s, b, heads/tp * d].
+    Shape: q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] -> [s, b, heads/tp * d]; packed: without b.
     Collectives: with context parallelism, one all-gather of k and of v over the cp group; one all-reduce each back.
     """
 
@@ -101,14 +102,17 @@ class CpuDotProductAttention(MegatronModule):
             if attention_mask is not None and attention_mask.shape[-2:] == (q.shape[0], k.shape[0]):
                 return ~attention_mask.bool()
             return None
-        if packed is None:
-            bounds = torch.tensor([0, q.shape[0] * cp])
-        else:
+        length, bounds = q.shape[0] * cp, None
+        if packed is not None:
             bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        query_at = zigzag_positions(bounds, cp, self.cp_group.rank())
-        key_at = torch.cat([zigzag_positions(bounds, cp, rank) for rank in range(cp)])
-        segment = lambda at: torch.bucketize(at, bounds[1:].long(), right=True)  # noqa: E731
-        return (query_at[:, None] >= key_at[None]) & (segment(query_at)[:, None] == segment(key_at)[None])
+        shard = ContextShard.of(length, bounds, cp, self.cp_group.rank(), layout_of(self.config), q.device)
+        query_at = shard.positions()
+        key_at = torch.cat([shard.positions(rank) for rank in range(cp)])
+        seen = query_at[:, None] >= key_at
+        if bounds is not None:
+            query_in, key_in = (torch.bucketize(at, bounds[1:].long(), right=True) for at in (query_at, key_at))
+            seen &= query_in[:, None] == key_in
+        return seen
 
     def forward(
         self,
@@ -121,7 +125,8 @@ class CpuDotProductAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> Tensor:
         packed = packed_seq_params if packed_seq_params is not None and packed_seq_params.qkv_format == "thd" else None
-        if query.dim() == 3:
+        flat = query.dim() == 3
+        if flat:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if self.cp_group.size() > 1:
             key, value = (all_gather_sequence(x, self.cp_group) for x in (key, value))
@@ -138,4 +143,6 @@ class CpuDotProductAttention(MegatronModule):
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        out = out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        # latent attention looks for padded values in a packed output by its number of dimensions
+        return out.squeeze(1) if flat else out

@@ -92,10 +92,9 @@ def specification(
         return (1 - mix[1]) * own + mix[1] * specification(draft, target, mix[0], **shared)
     if row_scale is None:
         return reference_objective(draft, target, kind, valid=valid, horizon=horizon, **options)
-    if kind == "tv":
-        assert bool((row_scale == row_scale[0]).all())
-        return row_scale[0] * reference_objective(draft, target, kind, valid=valid, horizon=horizon, **options)
     entries = counted(valid, horizon)
+    if kind == "tv":
+        return _end_to_end_by_depth(draft, target, entries, row_scale, **options)
     depth = torch.arange(len(valid))[:, None]
     return torch.stack(
         [
@@ -104,6 +103,19 @@ def specification(
             for i in range(len(valid))
         ]
     ).sum()
+
+
+def _end_to_end_by_depth(
+    draft: Tensor, target: Tensor | None, entries: Tensor, row_scale: Tensor, **options: Any
+) -> Tensor:
+    """The term of depth i is what the first i depths have more than the first i - 1."""
+    assert target is not None
+    options |= {"horizon": "partial", "reduction": "sum"}
+    total, before = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for i in range(1, len(entries) + 1):
+        upto = i * reference_objective(draft[:i], target[:i], "tv", valid=entries[:i], **options)
+        total, before = total + row_scale[i - 1] * (upto - before) / len(entries), upto
+    return total
 
 
 def specify_logits(problem: Logits, kind: str, **options: Any) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,8 @@ def test_end_to_end_weights_of_three_depths():
     for i, (a, weight) in enumerate(zip((a1, a2, a3), expected, strict=True)):
         torch.testing.assert_close(-grad[i, 0, 1].item() / (a * (1 - a)), weight)
     alpha = torch.tensor([[a1], [a2], [a3]], dtype=torch.float64)
-    torch.testing.assert_close(end_to_end_weights(alpha)[:, 0].tolist(), expected)
+    weights = end_to_end_weights(alpha, torch.full_like(alpha, 1 / 3))
+    torch.testing.assert_close(weights[:, 0].tolist(), expected)
 
 
 @pytest.mark.parametrize("dead", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
@@ -105,8 +106,9 @@ def test_end_to_end_weights_are_the_derivative_also_where_alpha_is_0(k, dead):
     alpha.requires_grad_()
     products = torch.stack([alpha[: j + 1].prod(0) for j in range(k)])
     torch.testing.assert_close(prefix_products(alpha), products)
-    (expected,) = torch.autograd.grad(products.mean(0).sum(), alpha)
-    torch.testing.assert_close(end_to_end_weights(alpha.detach()), expected)
+    scale = torch.arange(1.0, k + 1, dtype=torch.float64)[:, None]
+    (expected,) = torch.autograd.grad((scale * products).sum(), alpha)
+    torch.testing.assert_close(end_to_end_weights(alpha.detach(), scale), expected)
 
 
 def test_a_dead_depth_is_the_only_one_that_a_dead_chain_trains():

@@ -23,6 +23,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bebop_megatron.losses import chunked, fused_linear_objective, vocab_parallel_objective
+from bebop_megatron.losses.options import Options
+from bebop_megatron.losses.plan import make_plan
 from tests.losses.problem import KINDS, Hidden, Logits, hidden, logits, run_hidden, run_logits
 
 pytestmark = pytest.mark.dist
@@ -164,15 +166,20 @@ def check_ties(group: Any) -> None:
 
 def check_automatic_chunks(group: Any) -> None:
     """Ranks hold different numbers of true columns and still cut the same chunks."""
-    before = chunked._CHUNK_BYTES, chunked._MIN_CHUNK
-    chunked._CHUNK_BYTES, chunked._MIN_CHUNK = 1500, 1
+    before = dict(chunked._CHUNK_BYTES), chunked._MIN_ROWS
+    chunked._CHUNK_BYTES["cpu"], chunked._MIN_ROWS = 1500, 1
     try:
         for v in VOCABULARIES:
             problem = hidden(2, 40, v)
-            assert chunked._chunk_tokens(2, 6) not in (chunked._chunk_tokens(2, 5), 40)
+            options = Options("tv")
+            assert chunked._row_limit(problem.weight[:6], options) not in (
+                chunked._row_limit(problem.weight[:5], options),
+                40,
+            )
             check_hidden(problem, "tv", group, chunk_tokens=None)
     finally:
-        chunked._CHUNK_BYTES, chunked._MIN_CHUNK = before
+        chunked._CHUNK_BYTES.update(before[0])
+        chunked._MIN_ROWS = before[1]
 
 
 def check_half_precision(group: Any) -> None:
@@ -228,8 +235,8 @@ def check_collectives_of_logits(group: Any) -> None:
                 assert [name for name, _ in calls] == ["all_reduce"] * 3, f"{kind}, forward: {calls}"
                 out.loss.backward()
             assert [name for name, _ in calls] == ["all_reduce"] * 5, f"{kind}, backward: {calls}"
-            # three sums for both sides, eight statistics
-            assert max(size for _, size in calls) <= 8 * 10, calls
+            # three sums for both sides, nine statistics
+            assert max(size for _, size in calls) <= 9 * 10, calls
 
 
 def check_collectives_of_hidden(group: Any) -> None:
@@ -254,10 +261,13 @@ def check_collectives_of_hidden(group: Any) -> None:
                     out.loss.backward()
             sizes = [size for _, size in calls]
             assert {name for name, _ in calls} == {"all_reduce"}, f"{kind}: {calls}"
-            # three chunks, and once the gradient
-            assert len(calls) == 3 * 3 + with_gradient, f"{kind}: {calls}"
-            assert max(sizes[:9]) <= 8 * 6, calls
-            assert not with_gradient or sizes[9] == draft.numel()
+            plan = make_plan(problem.rows, torch.ones(2, 7, dtype=torch.bool), 9)
+            assert len(plan.chunks) > 1
+            # three a chunk, and once the gradient
+            statistics = 3 * len(plan.chunks)
+            assert len(calls) == statistics + with_gradient, f"{kind}: {calls}"
+            assert max(sizes[:statistics]) <= 9 * 9, calls
+            assert not with_gradient or sizes[-1] == draft.numel()
 
 
 def check_filters_gather_only_what_they_keep(group: Any) -> None:

@@ -4,9 +4,11 @@ import pytest
 
 from bebop_megatron.mcore import compat, install, uninstall
 
+SEAMS = (*compat.LOSS_SEAMS, *compat.SCHEDULE_SEAMS, compat.EMBEDDING_SEAM)
+
 
 def bound():
-    return {(s.module, s.name): getattr(s.owner(), s.name) for s in compat.LOSS_SEAMS + compat.SCHEDULE_SEAMS}
+    return {(s.module, s.name): getattr(s.owner(), s.name) for s in SEAMS}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bebop_megatron.config import ObjectiveConfig
-from tests.mcore.world import Layout, run
+from tests.mcore.world import DEPTHS, Layout, run
 
 pytestmark = pytest.mark.dist
 
@@ -45,6 +45,50 @@ FOUR = {
 }
 
 
+# what each layout of a context-parallel or packed batch is compared with: one process, documents one by one
+REFERENCES = {
+    "plain": Layout(),
+    "learned": Layout(positions="learned_absolute"),
+    "packed": Layout(data="documents"),
+    "padded": Layout(data="ragged-documents"),
+}
+SP = {"sequence_parallel": True}
+PER_TOKEN = {"calculate_per_token_loss": True}
+CONTEXT_ONE = {
+    "packed": Layout(data="packed"),
+    "packed-batch2": Layout(data="packed", micro_batch=2),
+    "padded": Layout(data="padded"),
+    "padded-per-token": Layout(data="padded", overrides=PER_TOKEN),
+}
+CONTEXT_TWO = {
+    "plain-cp2": Layout(cp=2),
+    "plain-cp2-batch2": Layout(cp=2, micro_batch=2),
+    "plain-cp2-per-token": Layout(cp=2, overrides=PER_TOKEN),
+    "learned-cp2": Layout(cp=2, positions="learned_absolute"),
+    "learned-cp2-contiguous": Layout(cp=2, positions="learned_absolute", cp_layout="contiguous"),
+    "packed-cp2": Layout(cp=2, data="packed"),
+    "packed-cp2-batch2": Layout(cp=2, data="packed", micro_batch=2),
+    "padded-cp2": Layout(cp=2, data="padded"),
+    "padded-cp2-per-token": Layout(cp=2, data="padded", overrides=PER_TOKEN),
+    "padded-dp2": Layout(dp=2, data="padded"),
+    "packed-tp2-sp": Layout(tp=2, data="packed", overrides=SP),
+    "packed-pp2": Layout(pp=2, data="packed"),
+}
+CONTEXT_FOUR = {
+    "plain-cp4": Layout(cp=4),
+    "plain-cp4-per-token": Layout(cp=4, overrides=PER_TOKEN),
+    "learned-cp4-contiguous": Layout(cp=4, positions="learned_absolute", cp_layout="contiguous"),
+    "plain-tp2-sp-cp2": Layout(tp=2, cp=2, overrides=SP),
+    "plain-pp2-cp2": Layout(pp=2, cp=2),
+    "plain-dp2-cp2": Layout(dp=2, cp=2),
+    "plain-dp2-cp2-per-token": Layout(dp=2, cp=2, overrides=PER_TOKEN),
+    "padded-tp2-sp-cp2": Layout(tp=2, cp=2, data="padded", overrides=SP),
+    "padded-pp2-cp2": Layout(pp=2, cp=2, data="padded"),
+    "padded-dp2-cp2": Layout(dp=2, cp=2, data="padded"),
+}
+CONTEXT_OBJECTIVES = ("tv", "lk")
+
+
 @pytest.fixture(scope="module")
 def single():
     return run([(name, Layout(), objective) for name, objective in OBJECTIVES.items()])
@@ -52,22 +96,43 @@ def single():
 
 @pytest.fixture(scope="module", params=[ONE, TWO, FOUR], ids=["one", "two", "four"])
 def world(request):
-    cases = [(f"{layout}/{kind}", TABLE[layout], OBJECTIVES[kind]) for layout in request.param for kind in OBJECTIVES]
-    return run(cases)
+    return run(
+        [(f"{name}/{kind}", layout, OBJECTIVES[kind]) for name, layout in request.param.items() for kind in OBJECTIVES]
+    )
 
 
-TABLE = ONE | TWO | FOUR
+def same_numbers(name, result, expected):
+    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5), name
+    for depth in range(1, DEPTHS + 1):
+        alpha = f"mtp alpha/{depth}"
+        assert result["metrics"][alpha] == pytest.approx(expected["metrics"][alpha], rel=1e-5), (name, depth)
+    assert result["grads"].keys() == expected["grads"].keys(), name
+    for key, grad in result["grads"].items():
+        scale = expected["grads"][key].abs().max()
+        assert scale > 0, (name, key)
+        assert (grad - expected["grads"][key]).abs().max() <= 1e-5 * scale + 1e-9, (name, key)
 
 
-def test_loss_and_mtp_gradients_equal_the_single_process(single, world):
+def test_loss_alpha_and_mtp_gradients_equal_the_single_process(single, world):
     for name, result in world.items():
-        expected = single[name.split("/")[1]]
-        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5), name
-        assert result["grads"].keys() == expected["grads"].keys(), name
-        for key, grad in result["grads"].items():
-            scale = expected["grads"][key].abs().max()
-            assert scale > 0, (name, key)
-            assert (grad - expected["grads"][key]).abs().max() <= 1e-5 * scale + 1e-9, (name, key)
+        same_numbers(name, result, single[name.split("/")[1]])
+
+
+@pytest.fixture(scope="module")
+def documents_alone():
+    return run(
+        [(f"{n}/{kind}", layout, OBJECTIVES[kind]) for n, layout in REFERENCES.items() for kind in CONTEXT_OBJECTIVES]
+    )
+
+
+@pytest.mark.parametrize("table", [CONTEXT_ONE, CONTEXT_TWO, CONTEXT_FOUR], ids=["one", "two", "four"])
+def test_context_parallel_and_packed_batches_equal_the_single_process(documents_alone, table):
+    results = run(
+        [(f"{n}/{kind}", layout, OBJECTIVES[kind]) for n, layout in table.items() for kind in CONTEXT_OBJECTIVES]
+    )
+    for name, result in results.items():
+        layout, kind = name.split("/")
+        same_numbers(name, result, documents_alone[f"{layout.split('-')[0]}/{kind}"])
 
 
 def test_detached_heads_leave_backbone_embedding_and_lm_head_alone(single):

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-VOCAB, LENGTH, DEPTHS = 96, 16, 3
+from tests.mcore import batch
+
+DEPTHS = 3
+VOCAB, LENGTH = batch.VOCAB, batch.LENGTH
 
 
 @dataclass(frozen=True)
@@ -24,29 +27,31 @@ class Layout:
     pp: int = 1
     dp: int = 1
     micro_batch: int = 1
+    cp: int = 1
+    cp_layout: str = "zigzag"
+    # one of batch.FORMS
+    data: str = "plain"
+    # as a training loop of the user's own may bring it: `unreadable`, or `cut` over the ranks before it is read
+    batches: str = "whole"
+    evaluate: bool = False
+    fp16: bool = False
+    positions: str = "rope"
     stages: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
 
-def global_batch() -> dict[str, torch.Tensor]:
-    """Four sequences with no valid anchor, one, and many; labels outside the mask are -100."""
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(0, VOCAB, (4, LENGTH + 1), generator=generator)
-    mask = torch.zeros(4, LENGTH)
-    mask[1, 5:8] = 1
-    mask[2] = 1
-    mask[3] = (torch.rand(LENGTH, generator=generator) < 0.7).float()
-    # the language-model loss must not see -100, so only labels that no depth may use get it
-    return {
-        "tokens": tokens[:, :-1].contiguous(),
-        "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": mask,
-        "position_ids": torch.arange(LENGTH).expand(4, -1).contiguous(),
-    }
+def micro_batches(layout: Layout, rank: int) -> list[Any]:
+    """The micro-batches of one data-parallel rank."""
+    data = batch.FORMS[layout.data]()
+    if isinstance(data, list):
+        return data
+    per_rank, size = len(data["tokens"]) // layout.dp, layout.micro_batch
+    starts = range(rank * per_rank, (rank + 1) * per_rank, size)
+    return [{k: v[start : start + size] for k, v in data.items()} for start in starts]
 
 
 def same_weights_everywhere(model: torch.nn.Module) -> None:
@@ -87,7 +92,7 @@ def build(layout: Layout) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp)
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp, context_parallel_size=layout.cp)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     settings: dict[str, Any] = {
@@ -100,6 +105,7 @@ def build(layout: Layout) -> Any:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "pipeline_model_parallel_layout": layout.stages,
+        "context_parallel_size": layout.cp,
         "pipeline_dtype": torch.float32,
         "mtp_num_layers": DEPTHS,
         "mtp_use_repeated_layer": True,
@@ -114,6 +120,8 @@ def build(layout: Layout) -> Any:
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
     }
+    if layout.fp16:
+        settings |= {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     config = TransformerConfig(**(settings | layout.overrides))
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     model = GPTModel(
@@ -123,7 +131,7 @@ def build(layout: Layout) -> Any:
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
+        position_embedding_type=layout.positions,
         share_embeddings_and_output_weights=False,
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True),
     )
@@ -132,12 +140,32 @@ def build(layout: Layout) -> Any:
 
 
 def _forward_step(data_iterator: Any, model: Any) -> Any:
-    batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    from bebop_megatron.alignment import layout_of
+    from bebop_megatron.mcore.sharding import pack, shard
+
+    group = parallel_state.get_context_parallel_group()
+    data = next(data_iterator)
+    whole, packed = pack(data if isinstance(data, dict) else dict(data))
+    mine = whole
+    if packed is not None or whole["tokens"].shape[1] == LENGTH:
+        mine = shard(whole, packed, group, layout_of(get_model_config(model)))
+    mask = mine["loss_mask"]
+    output = model(
+        mine["tokens"],
+        mine["position_ids"],
+        None,
+        labels=mine.get("labels"),
+        loss_mask=mask,
+        packed_seq_params=packed,
+    )
 
     def loss(output: torch.Tensor) -> Any:
-        mask = batch["loss_mask"]
-        total, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
+        # without labels the model gives logits [b, s, v/tp], as a policy loss would use them
+        value = output.float() if "labels" in mine else output.float().mean(-1)
+        total, tokens = (value * mask).sum(), mask.sum().to(torch.int)
         return total, tokens, {"lm": torch.stack([total.detach(), tokens.float()])}
 
     return output, loss
@@ -151,9 +179,12 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
 
     from bebop_megatron.mcore import attach, attached
+    from bebop_megatron.mcore.sharding import shard
 
     model = build(layout)
     config = model.config
@@ -161,29 +192,40 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
         config.mtp_detach_heads = True
         config.bebop_objective = None
     else:
-        attach(config, objective)
+        attach(config, objective, cp_layout=layout.cp_layout)
     config.finalize_model_grads_func = finalize_model_grads
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    module: Any = model
+    if layout.fp16:
+        scaler = DynamicGradScaler(
+            2.0**14, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000, hysteresis=2
+        )
+        config.grad_scale_func = lambda loss: scaler.scale * loss
+        module = Float16Module(config, model)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = DistributedDataParallel(config, ddp, module)
     wrapped.zero_grad_buffer()
+    wrapped.train(not layout.evaluate)
 
-    rank, per_rank = parallel_state.get_data_parallel_rank(), 4 // layout.dp
-    mine = {k: v[rank * per_rank : (rank + 1) * per_rank] for k, v in global_batch().items()}
-    count = per_rank // layout.micro_batch
-    batches = [
-        {k: v[i * layout.micro_batch : (i + 1) * layout.micro_batch] for k, v in mine.items()} for i in range(count)
-    ]
+    batches = micro_batches(layout, parallel_state.get_data_parallel_rank())
+    if layout.batches == "unreadable":
+        batches = [tuple(item.items()) for item in batches]
+    elif layout.batches == "cut":
+        cp_group = parallel_state.get_context_parallel_group()
+        batches = [shard(item, None, cp_group, layout.cp_layout) for item in batches]
     get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=iter(batches),
         model=[wrapped],
-        num_microbatches=count,
+        num_microbatches=len(batches),
         seq_length=LENGTH,
         micro_batch_size=layout.micro_batch,
-        forward_only=False,
+        forward_only=layout.evaluate,
     )
     grads, group = {}, parallel_state.get_tensor_model_parallel_group()
     for name, parameter in model.named_parameters():
         grad = parameter.main_grad.clone()
+        if layout.fp16:
+            grad /= float(scaler.scale)
         if getattr(parameter, "tensor_model_parallel", False) and layout.tp > 1:
             shards = [torch.empty_like(grad) for _ in range(layout.tp)]
             torch.distributed.all_gather(shards, grad, group=group)
@@ -192,11 +234,14 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
             else:
                 grad = torch.cat(shards, parameter.partition_dim)
         grads[name] = grad
-    sums = attached(config).loss_sums if objective is not None else None
-    if sums is not None:
-        sums = sums.clone()
-        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return {"grads": grads, "loss": None if sums is None else float(sums[0] / sums[1]), "steps": sums}
+    out: dict[str, Any] = {"grads": grads, "loss": None}
+    attachment = attached(config) if objective is not None else None
+    if attachment is not None and attachment.loss_sums is not None:
+        sums = torch.cat([attachment.loss_sums, attachment.meter.state()])
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        out["loss"] = float(sums[0] / sums[1])
+        out["metrics"] = attachment.meter.compute(sums[2:])
+    return out
 
 
 def _rank_main(rank: int, world: int, folder: str, cases: list[tuple[str, Layout, Any]]) -> None:
@@ -240,7 +285,7 @@ def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
         for rank in ranks:
             merged["grads"].update({k: v for k, v in rank[name]["grads"].items() if k.startswith("mtp.")})
             if rank[name]["loss"] is not None:
-                merged["loss"] = rank[name]["loss"]
+                merged |= {key: rank[name][key] for key in ("loss", "metrics")}
             for key, value in rank[name]["grads"].items():
                 merged.setdefault("backbone", {})[key] = value
         results[name] = merged

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bebop_megatron.platform import cpu
-from bebop_megatron.platform.context_parallel import zigzag_positions
 
 
 def run(code: str) -> str:
@@ -56,9 +55,3 @@ def test_cpu_machine_asks_for_gloo(monkeypatch):
 )
 def test_backend_is_read_from_the_command_line(arguments, backend):
     assert cpu.requested_backend(arguments) == backend
-
-
-def test_zigzag_positions_partition_each_document_as_megatron_does():
-    # Megatron: of each document's 4 chunks, rank 0 holds 0 and 3, rank 1 holds 1 and 2
-    assert zigzag_positions(torch.tensor([0, 8, 12]), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert zigzag_positions(torch.tensor([0, 8, 12]), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]

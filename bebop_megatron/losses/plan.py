@@ -1,0 +1,71 @@
+"""Which rows are projected together: every target row once, beside all the draft rows that meet it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One step of a plan: a slice of its entries, and the slice of its target rows that they meet."""
+
+    entries: slice
+    targets: slice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Entries of a [k, n] table in the order of their target rows, cut into chunks.
+
+    Shape: order [e] flat index of each valid entry, needed [u] target rows in ascending order, place [e] where in
+    `needed` an entry's row is.
+    """
+
+    order: Tensor
+    needed: Tensor
+    place: Tensor
+    chunks: list[Chunk]
+
+
+def make_plan(target_rows: Tensor, valid: Tensor, limit: int) -> Plan:
+    """Cut the valid entries into chunks of at most `limit` rows, drafts and targets together.
+
+    A target row is in one chunk only, unless more entries meet it than fit: then it is in several. The host waits for
+    the device three times.
+
+    Shape: target_rows [k, n] int64, valid [k, n] bool.
+    """
+    entries = valid.flatten().nonzero()[:, 0]
+    rows, by_row = target_rows.flatten()[entries].sort(stable=True)
+    needed, place, counts = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)
+    return Plan(entries[by_row], needed, place, _cut(counts.cumsum(0).tolist(), limit))
+
+
+def plan_without_target(valid: Tensor, limit: int) -> Plan:
+    """Chunks of at most `limit` valid entries [k, n], in order; the host waits for the device once."""
+    entries = valid.flatten().nonzero()[:, 0]
+    starts = range(0, len(entries), limit)
+    chunks = [Chunk(slice(start, min(start + limit, len(entries))), slice(0, 0)) for start in starts]
+    return Plan(entries, entries[:0], torch.zeros_like(entries), chunks)
+
+
+def _cut(ends: list[int], limit: int) -> list[Chunk]:
+    """`ends[u]`: how many entries meet target rows 0..u."""
+    rows_up_to = [end + u + 1 for u, end in enumerate(ends)]
+    chunks, row, entry = [], 0, 0
+    while row < len(ends):
+        last = bisect_right(rows_up_to, entry + row + limit)
+        if last > row:
+            chunks.append(Chunk(slice(entry, ends[last - 1]), slice(row, last)))
+            row, entry = last, ends[last - 1]
+        else:
+            # more entries meet this one row than fit beside it
+            stop = min(entry + max(limit - 1, 1), ends[row])
+            chunks.append(Chunk(slice(entry, stop), slice(row, row + 1)))
+            entry = stop
+            row += entry == ends[row]
+    return chunks

@@ -1,0 +1,142 @@
+"""Draft steps under tensor, sequence and context parallelism equal the single process, hidden states and gradients.
+
+Catches: keys of step 1 that other context-parallel ranks hold and this one never sees, zigzag order taken for sequence
+order, tokens shifted inside a shard, rotary positions of the wrong shard, gradients of gathered keys lost or doubled.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.evaluation import tiny
+from tests.mcore import drafting
+
+pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DOCUMENTS = [8, 4, 12]
+# name -> (tp, cp, sequence parallel, what is computed)
+KINDS: dict[str, dict[str, Any]] = {
+    "chain": {"mode": "chain"},
+    "chain-recompute": {"mode": "chain", **FULL},
+    "first-depth": {"mode": "first-depth"},
+    "per-depth": {"mode": "per-depth"},
+    "packed": {"mode": "chain", "packed": True},
+    "packed-per-depth": {"mode": "per-depth", "packed": True},
+    "packed-recompute": {"mode": "chain", "packed": True, **FULL},
+    "learned": {"mode": "chain", "position": "learned_absolute"},
+    "latent": {"mode": "chain", "latent": True},
+}
+LAYOUTS = {"tp2": (2, 1, False), "tp2-sp": (2, 1, True), "cp2": (1, 2, False)}
+# without Transformer Engine, Megatron's latent attention sums no gradients of what its ranks share
+SKIPPED = {("tp2", "latent"), ("tp2-sp", "latent")}
+CASES = [(layout, kind) for layout in LAYOUTS for kind in KINDS if (layout, kind) not in SKIPPED]
+
+
+def compute(tp: int, cp: int, sequence_parallel: bool, *, packed: bool = False, **settings: Any) -> dict[str, Any]:
+    """Hidden states of the whole sequence [1 + k, s, b, h] and full gradients of the MTP parameters."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    from bebop_megatron.platform.context_parallel import zigzag_positions
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1)
+    model = drafting.build(**settings, mtp_detach_heads=True, sequence_parallel=sequence_parallel)
+    k, s, b = drafting.DEPTHS, sum(DOCUMENTS), 1 if packed else 2
+    ids = torch.randint(0, drafting.VOCAB, (b, s), generator=torch.Generator().manual_seed(1))
+    positions = drafting.positions_of(DOCUMENTS if packed else [s]).expand(b, -1)
+    bounds = torch.tensor([0, *(DOCUMENTS if packed else [s])]).cumsum(0)
+    rank = parallel_state.get_context_parallel_rank()
+    mine = zigzag_positions(bounds, cp, rank)
+    packing = drafting.packing(DOCUMENTS) if packed else None
+    local = drafting.hidden_by_depth(model, ids[:, mine], positions[:, mine], packing)
+    if sequence_parallel:
+        mine = torch.arange(s).chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+
+    # anchors whose chain leaves their document hold nothing that means anything
+    end = bounds[torch.bucketize(torch.arange(s), bounds[1:], right=True) + 1]
+    counted = torch.arange(s) + torch.arange(1, k + 1)[:, None] < end
+    slope = torch.randn((k, s, *local.shape[2:]), generator=torch.Generator().manual_seed(2)) * counted[..., None, None]
+    parameters = dict(model.mtp.named_parameters())
+    (local[1:] * slope[:, mine]).sum().backward()
+    grads = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            continue
+        grad, group = parameter.grad.clone(), parallel_state.get_tensor_model_parallel_group()
+        # as Megatron does when it finalizes gradients
+        per_head = tp > 1 and ("q_layernorm" in name or "k_layernorm" in name)
+        if cp > 1 or per_head or (sequence_parallel and getattr(parameter, "sequence_parallel", False)):
+            torch.distributed.all_reduce(grad)
+        if getattr(parameter, "tensor_model_parallel", False) and tp > 1:
+            shards = [torch.empty_like(grad) for _ in range(tp)]
+            torch.distributed.all_gather(shards, grad, group=group)
+            halves = [torch.cat([x.chunk(2)[i] for x in shards]) for i in (0, 1)]
+            grad = torch.cat(halves) if "linear_fc1" in name else torch.cat(shards, parameter.partition_dim)
+        grads[name] = grad
+    whole = torch.zeros((1 + k, s, *local.shape[2:]))
+    whole[:, mine] = local.detach()
+    if sequence_parallel or cp > 1:
+        torch.distributed.all_reduce(whole)
+    return {"hidden": whole[1:] * counted[..., None, None], "grads": grads}
+
+
+def _rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from bebop_megatron.platform import enter
+
+    enter()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    # every exchange names its group; Megatron's own shift sends without one
+    torch.distributed.isend = torch.distributed.irecv = None
+    out: dict[str, Any] = {}
+    for layout, kind in CASES:
+        try:
+            out[f"{layout}/{kind}"] = compute(*LAYOUTS[layout], **KINDS[kind])
+        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
+            out[f"{layout}/{kind}"] = {"error": traceback.format_exc()}
+            break
+    torch.save(out, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two():
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (folder,), nprocs=2)
+        return [torch.load(Path(folder) / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def one():
+    with tiny.megatron_world():
+        return {kind: compute(1, 1, False, **settings) for kind, settings in KINDS.items()}
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_layout_equals_the_single_process(one, two, layout, kind):
+    name, expected = f"{layout}/{kind}", one[kind]
+    for rank in two:
+        errors = [value["error"] for value in rank.values() if "error" in value]
+        assert not errors, errors[0]
+        torch.testing.assert_close(rank[name]["hidden"], expected["hidden"], rtol=1e-5, atol=1e-5)
+        assert rank[name]["grads"].keys() == expected["grads"].keys()
+        for parameter, grad in rank[name]["grads"].items():
+            scale = expected["grads"][parameter].abs().max()
+            assert scale > 0, parameter
+            assert (grad - expected["grads"][parameter]).abs().max() <= 1e-5 * scale, parameter
