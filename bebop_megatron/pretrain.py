@@ -93,6 +93,9 @@ def _model_config(args: Any) -> Any:
     change = schedule_change(schedule, freezing, args)
     if change is not None:
         _print_once(f"warning: {change}")
+    attention = config_from_args(AttentionConfig, args).mode
+    if attention is not None or objective.loss is not None:
+        use_mtp_attention(config, attention)
     if not freezing.by_parts:
         return config
 

@@ -75,7 +75,7 @@ def install_freezing(options: FreezeConfig) -> None:
     """
     if _patcher.active:
         return
-    compat.require(compat.FREEZE_SEAMS)
+    compat.check(compat.FREEZE_SEAMS)
     seams = {seam.name: seam for seam in compat.FREEZE_SEAMS}
     _wrap(seams["_compute_default_per_buffer_param_layout"], with_one_part_per_bucket)
     _wrap(seams["_compute_per_buffer_param_layout"], with_one_part_per_bucket, static=True)
@@ -172,7 +172,7 @@ def install_freezing_loop(options: FreezeConfig) -> None:
         RuntimeError: this Megatron lacks a name that we rely on; nothing has been changed then.
     """
     if not _patcher.active:
-        compat.require(compat.TRAINING_SEAMS)
+        compat.check(compat.TRAINING_SEAMS)
     install_freezing(options)
     loop = FreezeLoop(options)
     wrappers = {

@@ -15,7 +15,7 @@ from bebop_megatron.alignment import layout_of
 from bebop_megatron.losses import fused_linear_objective
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.attachment import Attachment, attached
-from bebop_megatron.mcore.freeze_state import freeze_state, is_frozen
+from bebop_megatron.mcore.freeze_state import FreezeState, freeze_state
 from bebop_megatron.mcore.targets import Targets, targets_of
 from bebop_megatron.reduction import StepCounts, local_counts
 
@@ -40,6 +40,18 @@ def _counts(attachment: Attachment, targets: Targets, cp_group: Any) -> tuple[St
         targets.alignment.valid, targets.num_tokens, attachment.objective.resolved_horizon, group=cp_group
     )
     return counts, 1 if cp_group is None else cp_group.size()
+
+
+def _row_labels(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """Labels of this rank's rows, -1 where the language-model loss does not count: [b, s/cp] -> [s/cp * b]."""
+    counts = labels >= 0 if mask is None else (labels >= 0) & (mask > 0)
+    return torch.where(counts, labels, -1).t().flatten()
+
+
+def _frozen(config: Any, part: str) -> FreezeState | None:
+    """The freeze state of this config, if the part is frozen at the moment."""
+    state = freeze_state(config)
+    return state if state is not None and part in state.frozen else None
 
 
 def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -84,7 +96,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
                 scale_logits_fn=scale_logits_fn,
                 input_ids=input_ids,
             )
-        if is_frozen(config, "mtp"):
+        if _frozen(config, "mtp") is not None:
             # no MTP layer has run, the hidden states are the backbone's alone
             return hidden_states
         depths = config.mtp_num_layers
@@ -93,23 +105,18 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             return backbone
         objective = attachment.objective
         assert objective.loss is not None
-        compat.finish_param_gather(output_layer)
         targets = targets_of(labels, loss_mask, input_ids, depths, packed_seq_params, cp_group, layout_of(config))
         table = targets.alignment
+        compat.finish_param_gather(output_layer)
         weight = output_layer.weight if output_weight is None else output_weight
         # MuP scales logits by a constant
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
         target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group)
         draft = torch.stack([_whole_sequence(hidden, config, tp_group).flatten(0, 1) for hidden in drafts])
-        # while the backbone is frozen, its own loss is only looked at: it shares the target's projection
-        state = freeze_state(config)
-        alone = state if state is not None and "backbone" in state.frozen else None
-        row_labels = None
-        if alone is not None and labels is not None:
-            wanted = labels if loss_mask is None else torch.where(loss_mask > 0, labels, -1)
-            row_labels = wanted.t().reshape(-1)
-        joint = objective.joint and alone is None
         counts, replicas = _counts(attachment, targets, cp_group)
+        # while the backbone is frozen its own loss is only looked at, and shares the target's projection
+        alone = _frozen(config, "backbone")
+        joint = objective.joint and alone is None
         out = fused_linear_objective(
             draft,
             target.flatten(0, 1),
@@ -123,7 +130,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             reduction="sum",
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,
-            row_labels=row_labels,
+            row_labels=None if alone is None or labels is None else _row_labels(labels, loss_mask),
             **objective.keywords(attachment.current_iteration()),
         )
         attachment.meter.update(out.stats, table.valid)
@@ -133,7 +140,8 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         if alone is not None:
             # tied to the model's output instead, so that nothing is propagated back through the LM head
             alone.pending = loss
-            alone.lm_loss = None if out.row_nll is None else out.row_nll.view(-1, backbone.shape[1]).t().contiguous()
+            if labels is not None and out.row_nll is not None:
+                alone.lm_loss = out.row_nll.view(-1, labels.shape[0]).t().contiguous()
             return backbone
         return MTPLossAutoScaler.apply(backbone, loss)
 
