@@ -18,11 +18,15 @@ def _print_once(message: str) -> None:
     print_rank_0(f"bebop_megatron: {message}")
 
 
-def _embedding_ranks(config: Any, pp_ranks: list[int]) -> list[int]:
-    """Pipeline ranks that hold a copy of the word embedding: the MTP stage is one of them, or its copy drifts."""
+def _embedding_ranks(config: Any, pp_ranks: list[int], tied: bool) -> list[int]:
+    """Pipeline ranks that hold a copy of the word embedding: the MTP stage is one of them, or its copy drifts.
+
+    A last stage with neither MTP layers nor a tied LM head is none: Megatron would add the LM head's gradient to the
+    embedding's.
+    """
     from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 
-    ranks = {pp_ranks[0], pp_ranks[-1]}
+    ranks = {pp_ranks[0], pp_ranks[-1]} if tied else {pp_ranks[0]}
     if len(pp_ranks) > 1 and config.mtp_num_layers:
         ranks |= set(get_mtp_ranks(pp_ranks, config))
     return sorted(ranks)
@@ -132,7 +136,9 @@ def main() -> None:
         make_dataset_provider(config.transformer),
         ModelType.encoder_or_decoder,
         forward_step,
-        get_embedding_ranks=lambda ranks: _embedding_ranks(config.transformer, ranks),
+        get_embedding_ranks=lambda ranks: _embedding_ranks(
+            config.transformer, ranks, config.share_embeddings_and_output_weights
+        ),
     )
 
 

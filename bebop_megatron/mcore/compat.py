@@ -60,6 +60,8 @@ LOGGING_SEAM = Seam(
     "track_mtp_metrics",
     ("loss_scale", "iteration", "writer", "wandb_writer", "total_loss_dict"),
 )
+# a class, so that every wrapped model already built is covered too
+GRAD_SYNC_SEAM = Seam("megatron.core.distributed:DistributedDataParallel", "finish_grad_sync", ("force_all_reduce",))
 
 
 def check() -> None:
@@ -75,7 +77,7 @@ def check() -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, LOGGING_SEAM):
+    for seam in (*LOSS_SEAMS, *SCHEDULE_SEAMS, LOGGING_SEAM, GRAD_SYNC_SEAM):
         target = getattr(seam.owner(), seam.name, None)
         where = f"{seam.module.replace(':', '.')}.{seam.name}"
         if target is None:

@@ -6,6 +6,7 @@ from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.logging import make_track_mtp_metrics
 from bebop_megatron.mcore.loss_hook import make_process_mtp_loss
 from bebop_megatron.mcore.step_counts import with_step_counts
+from bebop_megatron.mcore.unused_copies import with_unused_copies
 from bebop_megatron.patching import Patcher
 
 _patcher = Patcher()
@@ -25,6 +26,7 @@ def install() -> None:
     for seams, wrap in (
         (compat.LOSS_SEAMS, make_process_mtp_loss),
         (compat.SCHEDULE_SEAMS, with_step_counts),
+        ((compat.GRAD_SYNC_SEAM,), with_unused_copies),
     ):
         for seam in seams:
             _patcher.set(seam.owner(), seam.name, wrap(getattr(seam.owner(), seam.name)))
