@@ -71,6 +71,7 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.config import FreezeConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
+    from bebop_megatron.mcore.refusals import check_arguments
     from bebop_megatron.schedule.freezing import freeze
     from bebop_megatron.schedule.phases import FreezeSchedule
 
@@ -78,6 +79,7 @@ def _model_config(args: Any) -> Any:
     objective = config_from_args(ObjectiveConfig, args)
     schedule = config_from_args(FreezeConfig, args).schedule
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+    check_arguments(args, config.transformer, _starting_checkpoint(args))
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
     if schedule is None:
         return config

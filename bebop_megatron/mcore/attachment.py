@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.mcore.refusals import check_config
 from bebop_megatron.metrics import AcceptanceMeter
 from bebop_megatron.reduction import StepCounts
 
@@ -44,7 +45,8 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     unless the objective is joint. An objective without a loss leaves Megatron's own.
 
     Raises:
-        ValueError: the config has no MTP layers, or trains the LM head jointly through fused gradient accumulation.
+        ValueError: the config has no MTP layers or cannot train them (see `refusals.py`), or trains the LM head jointly
+            through fused gradient accumulation.
     """
     if objective.loss is None:
         return
@@ -56,6 +58,7 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     if objective.joint and config.gradient_accumulation_fusion:
         # the fused kernel marks the weight as done, and the objective's own gradient would be dropped
         raise ValueError("--mtp-joint needs --no-gradient-accumulation-fusion: the LM head gets two gradients")
+    check_config(config)
     config.mtp_detach_heads = not objective.joint
     meter = AcceptanceMeter(config.mtp_num_layers)
     attachment = Attachment(objective, vocab_size, meter)
