@@ -42,7 +42,8 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     """Make `config`'s model train its MTP head on `objective` once `install()` has run.
 
     `vocab_size` is the true size: columns of the LM head beyond it are padding. Heads are detached from the backbone
-    unless the objective is joint. An objective without a loss leaves Megatron's own.
+    unless the objective is joint. Call it before the model is built: Megatron then gives the MTP weights their own norm
+    for gradient clipping. An objective without a loss leaves Megatron's own.
 
     Raises:
         ValueError: the config has no MTP layers or cannot train them (see `refusals.py`), or trains the LM head jointly

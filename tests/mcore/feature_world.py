@@ -29,6 +29,8 @@ VOCAB, LENGTH, SEQUENCES = 64, 12, 4
 class Case:
     """One model under one layout.
 
+    `packed` puts two documents in each sequence; `frozen` takes the backbone out of training; `nudge` moves the first
+    MTP layer's weights along `direction`.
     `mode` is train, eval, no-labels (the model sees no labels, as in RL) or last-masked (what no-labels must equal).
     `kind` names an entry of MODELS; `stages` is Megatron's pipeline layout, or the hybrid pattern with `|`; `steps`
     counts optimizer steps (0: gradients only); `saved_as` is the layout that writes the checkpoint it starts from.
@@ -49,6 +51,9 @@ class Case:
     joint: bool = False
     saved_as: Case | None = None
     mode: str = "train"
+    packed: bool = False
+    frozen: bool = False
+    nudge: float = 0.0
 
 
 _BASE: dict[str, Any] = {
@@ -170,6 +175,12 @@ def _sections(name: str, size: int, config: Any) -> list[int]:
     return [size]
 
 
+def direction(name: str, shape: list[int] | torch.Size) -> torch.Tensor:
+    """A fixed random direction for a weight."""
+    generator = torch.Generator().manual_seed(int(hashlib.md5(f"{name} moves".encode()).hexdigest()[:8], 16))
+    return torch.randn(shape, generator=generator)
+
+
 def same_weights_everywhere(chunk: Any) -> None:
     """Initialise by global parameter name and full shape, then cut."""
     from megatron.core import parallel_state
@@ -262,6 +273,16 @@ def _join_groups(case: Case, embedding_ranks: tuple[int, ...]) -> None:
     )
 
 
+def _objective(case: Case, config: Any) -> None:
+    from bebop_megatron.config import ObjectiveConfig
+    from bebop_megatron.mcore import attach
+
+    if case.loss is None:
+        config.mtp_detach_heads = True
+    else:
+        attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))
+
+
 def build(case: Case) -> list[Any]:
     """The model chunks of this rank, with Transformer Engine's parameter names."""
     from megatron.core import parallel_state
@@ -274,6 +295,8 @@ def build(case: Case) -> list[Any]:
     from bebop_megatron.pretrain import _embedding_ranks
 
     config, extra = make_config(case)
+    # before the model is built: Megatron then gives MTP weights a clipping norm of their own
+    _objective(case, config)
     tied = bool(extra["tied"])
     _join_groups(case, tuple(_embedding_ranks(config, list(range(case.pp)), tied)))
     initialize_rng_tracker(force_reset=True)
@@ -301,6 +324,10 @@ def build(case: Case) -> list[Any]:
             head = get_gpt_mtp_block_spec(config, last, use_transformer_engine=True, vp_stage=vp_stage)
             chunk = GPTModel(transformer_layer_spec=decoder, mtp_block_spec=head, **common)
         same_weights_everywhere(chunk)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(not case.frozen or name.startswith("mtp."))
+            if case.nudge and name.startswith("mtp.layers.0."):
+                parameter.data += case.nudge * direction(name, parameter.shape)
         chunks.append(chunk)
     return chunks
 
@@ -316,6 +343,13 @@ def make_forward_step(denominator: float, labels_given: bool) -> Any:
             batch = batch[0]
             # without labels a mask says which tokens may be targets: the next position's label is this token
             known = {"loss_mask": batch["loss_mask"].roll(1, 1)}
+        if "cu_seqlens" in batch:
+            from megatron.core.packed_seq_params import PackedSeqParams
+
+            bounds = batch["cu_seqlens"][0]
+            known["packed_seq_params"] = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
+            )
         out = model(batch["tokens"], batch["position_ids"], None, **known)
 
         def loss(output: torch.Tensor) -> Any:
@@ -368,6 +402,9 @@ def forward_backward(case: Case, wrapped: list[Any]) -> list[dict[str, torch.Ten
         {k: v[first + i * case.micro_batch : first + (i + 1) * case.micro_batch] for k, v in batch.items()}
         for i in range(count)
     ]
+    if case.packed:
+        for item in batches:
+            item["cu_seqlens"] = torch.tensor([[0, 5, LENGTH]], dtype=torch.int32)
     if case.mode == "no-labels":
         # a reinforcement-learning loop's own form, which cannot be counted ahead
         batches = [(item,) for item in batches]
@@ -434,16 +471,6 @@ def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
         optimizer.reload_model_params()
 
 
-def _objective(case: Case, config: Any) -> None:
-    from bebop_megatron.config import ObjectiveConfig
-    from bebop_megatron.mcore import attach
-
-    if case.loss is None:
-        config.mtp_detach_heads = True
-    else:
-        attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))
-
-
 def _collect(wrapped: list[Any], read: Any) -> dict[str, torch.Tensor]:
     out = {}
     for chunk in wrapped:
@@ -459,15 +486,17 @@ def _collect(wrapped: list[Any], read: Any) -> dict[str, torch.Tensor]:
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Run one case on this rank: loss and acceptance, finalized gradients, weights after its optimizer steps."""
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import load_tensors_metadata
 
     from bebop_megatron.mcore import attached
 
+    out: dict[str, Any] = {}
     if case.saved_as is not None:
         source = dataclasses.replace(case.saved_as, steps=case.steps and 1)
         run_and_save(source, folder)
+        out["keys"] = list(load_tensors_metadata(str(folder)))
     chunks = build(case)
     config = chunks[0].config
-    _objective(case, config)
     if case.saved_as is not None and not case.steps:
         load(chunks, None, folder)
     wrapped = wrap(case, chunks)
@@ -476,7 +505,6 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     optimizer = make_optimizer(case, wrapped) if case.steps else None
     if case.saved_as is not None and optimizer is not None:
         load(chunks, optimizer, folder)
-    out: dict[str, Any] = {}
     done = 1 if case.saved_as is not None else 0
     for _ in range(max(1, case.steps - done)):
         attachment = attached(config)
@@ -491,7 +519,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         if optimizer is not None:
             out["grad_norm"] = optimizer.step()[1]
     out["lm"] = float(sum(float(item["lm"]) for item in losses)) if losses else None
-    out["grads"] = _collect(wrapped, lambda p: p.main_grad)
+    out["grads"] = _collect(wrapped, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
     if case.ddp.get("overlap_param_gather"):
         for chunk in wrapped:
             # as before a checkpoint: updated weights are otherwise gathered by the next forward pass
@@ -508,7 +536,6 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 def run_and_save(case: Case, folder: Path) -> None:
     """Build a case, make its optimizer step where it has one, and save."""
     chunks = build(case)
-    _objective(case, chunks[0].config)
     wrapped = wrap(case, chunks)
     optimizer = make_optimizer(case, wrapped) if case.steps else None
     if optimizer is not None:
@@ -571,8 +598,11 @@ def _merge(cases: dict[str, Case], ranks: list[dict[str, Any]]) -> dict[str, dic
     for name in cases:
         errors = [f"rank {i}:\n{r[name]['error']}" for i, r in enumerate(ranks) if "error" in r.get(name, {})]
         assert not errors, f"{name}:\n" + "\n".join(errors)
-        merged: dict[str, Any] = {"grads": {}, "weights": {}}
+        merged: dict[str, Any] = {"grads": {}, "weights": {}, "drifted": []}
         for rank in ranks:
+            for weight, value in rank[name]["weights"].items():
+                if not torch.allclose(value, merged["weights"].get(weight, value), rtol=1e-5, atol=1e-6):
+                    merged["drifted"].append(weight)
             for key in ("grads", "weights"):
                 merged[key].update(rank[name][key])
             merged |= {k: v for k, v in rank[name].items() if k not in ("grads", "weights") and v is not None}

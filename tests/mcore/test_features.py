@@ -140,6 +140,8 @@ def test_loss_acceptance_and_mtp_gradients_equal_the_single_process(results, nam
         _assert_close(result["grads"], expected["grads"], head, 1e-5)
     assert all(expected["grads"][key].abs().max() > 0 for key in _parts(expected["grads"])[0])
     if case.steps:
+        # copies on several ranks, such as an MTP stage's embedding, stay what they were
+        assert not result["drifted"]
         _assert_close(result["weights"], expected["weights"], list(expected["weights"]), 1e-5)
 
 
