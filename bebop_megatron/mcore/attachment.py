@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bebop_megatron.alignment import LAYOUTS
 from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.mcore.refusals import check_config
 from bebop_megatron.metrics import AcceptanceMeter
 from bebop_megatron.reduction import StepCounts
 
@@ -62,11 +63,12 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
 
     `vocab_size` is the true size: columns of the LM head beyond it are padding. Heads are detached from the backbone
     unless the objective is joint. An objective without a loss leaves Megatron's own. `cp_layout` says how your batches
-    are cut over context-parallel ranks: `zigzag` as Megatron's are, or `contiguous`.
+    are cut over context-parallel ranks: `zigzag` as Megatron's are, or `contiguous`. Call it before the model is built:
+    Megatron then gives the MTP weights their own norm for gradient clipping.
 
     Raises:
-        ValueError: an unknown layout, a config without MTP layers, or one that trains the LM head jointly through fused
-            gradient accumulation.
+        ValueError: an unknown layout, a config that has no MTP layers or cannot train them (see `refusals.py`), or that
+            trains the LM head jointly through fused gradient accumulation.
     """
     if objective.loss is None:
         return
@@ -80,6 +82,7 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
         raise ValueError("--mtp-joint needs --no-gradient-accumulation-fusion: the LM head gets two gradients")
     if cp_layout not in LAYOUTS:
         raise ValueError(f"unknown context-parallel layout {cp_layout!r}: choose one of {', '.join(LAYOUTS)}")
+    check_config(config)
     config.mtp_detach_heads = not objective.joint
     config.bebop_cp_layout = cp_layout
     meter = AcceptanceMeter(config.mtp_num_layers)
