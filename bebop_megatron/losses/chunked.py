@@ -35,6 +35,8 @@ class _Inputs:
     row_labels: Tensor | None = None
     # [n], written chunk by chunk
     row_nll: Tensor | None = None
+    # the gradient of draft_hidden is wanted for this rank's rows only
+    sequence_parallel: bool = False
 
 
 def _row_limit(weight: Tensor, options: Options) -> int:
@@ -141,7 +143,8 @@ def _run(
         grad_hidden = grads[0].mul_(weights[0][:, None])
         for grad, own in zip(grads[1:], weights[1:], strict=True):
             grad_hidden.add_(grad.mul_(own[:, None]))
-        grad_hidden = shard.sum(grad_hidden).view(k, n, h)
+        grad_hidden = grad_hidden.view(k, n, h)
+        grad_hidden = shard.sum_of_own_rows(grad_hidden) if inputs.sequence_parallel else shard.sum(grad_hidden)
     if want[1]:
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in chunks.plan.chunks:
@@ -173,8 +176,12 @@ class _FusedObjective(torch.autograd.Function):
         limit: int,
         row_labels: Tensor | None,
         row_nll: Tensor | None,
+        sequence_parallel: bool,
     ) -> tuple[Tensor, ...]:
-        inputs = _Inputs(draft_hidden, target_hidden, weight, target_rows, labels, valid, row_labels, row_nll)
+        hidden = shard.whole_sequence(draft_hidden) if sequence_parallel else draft_hidden
+        inputs = _Inputs(
+            hidden, target_hidden, weight, target_rows, labels, valid, row_labels, row_nll, sequence_parallel
+        )
         want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, limit, want)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -196,7 +203,7 @@ class _FusedObjective(torch.autograd.Function):
             for depth in range(len(to_hidden)):
                 to_hidden[depth] = grad_hidden[depth].to(wide) * grads[0]
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
-        return to_hidden, to_weight, *[None] * 10
+        return to_hidden, to_weight, *[None] * 11
 
 
 def fused_linear_objective(
@@ -223,6 +230,7 @@ def fused_linear_objective(
     mix: tuple[str, float] | None = None,
     row_scale: Tensor | None = None,
     row_labels: Tensor | None = None,
+    sequence_parallel: bool = False,
     backend: str = "auto",
 ) -> ObjectiveOutput:
     """Project to the vocabulary and apply `vocab_parallel_objective`, chunk by chunk, gradient included.
@@ -230,13 +238,14 @@ def fused_linear_objective(
     Shape: draft_hidden [k, n, h], target_hidden [m, h] (None is allowed for `ce`, which then has no acceptance
     statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden, row_labels [n] int64 (the labels of
     target_hidden's first n rows, -1 where their loss is not wanted); the rest as in `vocab_parallel_objective`.
-    With row_labels the output has `row_nll` [n] float32, the language-model loss of those rows: it shares the target's
-    projection, padding columns included, and has no gradient.
+    With sequence_parallel, draft_hidden is this rank's [k, n/tp, h] of it (Megatron's order: consecutive rows); all
+    else is the whole sequence's. With row_labels the output has `row_nll` [n] float32, the language-model loss of
+    those rows: it shares the target's projection, has the padding columns in its sum, and no gradient.
     Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every
     rank of `group`, and with `weight_requires_grad` to weight (through the drafts, whose logits are computed twice
     then; the target is detached).
     Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
-    the hidden gradient.
+    the hidden gradient, or under sequence_parallel an all-gather of the drafts and a reduce-scatter of their gradient.
     Memory: the gradients of draft_hidden (and weight; with `mix` one more of draft_hidden), and a chunk's logits within
     a byte budget that depends neither on k nor on n, but for at least 16 rows. `chunk_tokens` overrides it: as many
     tokens' targets and drafts of all depths.
@@ -261,6 +270,8 @@ def fused_linear_objective(
     if draft_hidden.dim() != 3 or draft_hidden.shape[0] == 0:
         raise ValueError(f"draft_hidden must be [k, n, h] with k at least 1, got {list(draft_hidden.shape)}")
     k, n, h = draft_hidden.shape
+    if sequence_parallel and group is not None:
+        n *= group.size()
     if weight.dim() != 2 or weight.shape[1] != h:
         raise ValueError(
             f"weight must be [v/tp, {h}] for draft_hidden {list(draft_hidden.shape)}, got {list(weight.shape)}"
@@ -297,6 +308,7 @@ def fused_linear_objective(
         chunk_tokens * (k + 1) if chunk_tokens else _row_limit(weight, options),
         row_labels,
         row_nll,
+        sequence_parallel,
     )  # pyright: ignore[reportGeneralTypeIssues]
     stats = RowStats(*values)
     return ObjectiveOutput(loss, stats.alpha, anchors(valid, horizon)[0], stats, row_nll)

@@ -59,6 +59,24 @@ class VocabShard:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
+    def whole_sequence(self, rows: Tensor) -> Tensor:
+        """Rows of all ranks, in their order: [k, n/tp, h] -> [k, n, h]. Collectives: one all-gather over `group`."""
+        if self.group is None:
+            return rows
+        own = rows.transpose(0, 1).contiguous()
+        everyone = own.new_empty(self.group.size() * own.shape[0], *own.shape[1:])
+        dist.all_gather_into_tensor(everyone, own, group=self.group)
+        return everyone.transpose(0, 1)
+
+    def sum_of_own_rows(self, rows: Tensor) -> Tensor:
+        """The sum over ranks of this rank's rows: [k, n, h] -> [k, n/tp, h]. Collectives: one reduce-scatter."""
+        if self.group is None:
+            return rows
+        whole = rows.transpose(0, 1).contiguous()
+        own = whole.new_empty(whole.shape[0] // self.group.size(), *whole.shape[1:])
+        dist.reduce_scatter_tensor(own, whole, group=self.group)
+        return own.transpose(0, 1)
+
     def bit(self, holds: Tensor) -> Tensor:
         """Mark [n] whose sum over ranks tells a holder whether it is the first: rank r adds 4^-r."""
         return holds * 4.0**-self._rank

@@ -22,10 +22,7 @@ from bebop_megatron.reduction import StepCounts, local_counts
 
 def _whole_sequence(hidden: Tensor, config: Any, tp_group: Any) -> Tensor:
     """Rows of the sequence-parallel ranks put together: [s/cp/tp, b, h] -> [s/cp, b, h]."""
-    if config.sequence_parallel:
-        # the objective returns the complete gradient on every rank, so the way back is a split, not a sum
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
-    return hidden
+    return gather_from_sequence_parallel_region(hidden, group=tp_group) if config.sequence_parallel else hidden
 
 
 def _counts(attachment: Attachment, targets: Targets, cp_group: Any) -> tuple[StepCounts, int]:
@@ -58,7 +55,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
     """Wrap Megatron's `process_mtp_loss`; models without our objective still call the original.
 
     Collectives: those of `fused_linear_objective` over the tensor-parallel group, and under sequence parallelism one
-    all-gather of hidden states for the backbone and one for each depth. Under context parallelism, two all-gathers of
+    all-gather of the backbone's hidden states. Under context parallelism, two all-gathers of
     the halo over its group, one of labels and masks and one of backbone hidden states, whatever the number of depths.
     """
 
@@ -112,7 +109,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         # MuP scales logits by a constant
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
         target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group)
-        draft = torch.stack([_whole_sequence(hidden, config, tp_group).flatten(0, 1) for hidden in drafts])
+        draft = torch.stack([hidden.flatten(0, 1) for hidden in drafts])
         counts, replicas = _counts(attachment, targets, cp_group)
         # while the backbone is frozen its own loss is only looked at, and shares the target's projection
         alone = _frozen(config, "backbone")
@@ -127,6 +124,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             group=tp_group if tp_group is not None and tp_group.size() > 1 else None,
             vocab_size=attachment.vocab_size,
             logit_scale=logit_scale,
+            sequence_parallel=config.sequence_parallel,
             reduction="sum",
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,

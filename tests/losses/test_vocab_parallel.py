@@ -117,6 +117,21 @@ def check_hidden(problem: Hidden, kind: str, group: Any, columns: int = 6, **opt
     same_stats(out.stats, expected.stats, what)
 
 
+def check_sequence_parallel(group: Any) -> None:
+    """Each rank gives its own rows and gets their gradient, and no other rank's."""
+    for kind in KINDS:
+        problem = hidden(3, 2 * WORLD, 17)
+        _, expected = run_hidden(problem, kind)
+        rank = dist.get_rank(group)
+        mine = slice(2 * rank, 2 * rank + 2)
+        shard = replace(problem, draft=problem.draft[:, mine], weight=cut(problem.weight, group, 0))
+        with counting(group) as calls:
+            _, grad = run_hidden(shard, kind, group=group, vocab_size=17, sequence_parallel=True)
+        near(grad, expected[:, mine], f"{kind}: gradient of the rank's rows")
+        names = [name for name, _ in calls if name != "all_reduce"]
+        assert names == ["all_gather_into_tensor", "reduce_scatter_tensor"], calls
+
+
 def check_kind(kind: str, group: Any) -> None:
     for v in VOCABULARIES:
         for options in OPTIONS if v == 17 else OPTIONS[:2]:
@@ -208,7 +223,7 @@ def counting(group: Any) -> Iterator[list[tuple[str, int]]]:
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             assert kwargs.get("group") is group, f"{name} does not name its group"
-            tensor = args[1] if name == "all_gather" else args[0]
+            tensor = args[1] if name.startswith("all_gather") else args[0]
             calls.append((name, tensor.numel()))
             return originals[name](*args, **kwargs)
 
@@ -301,6 +316,7 @@ def check_too_few_columns(group: Any) -> None:
 CASES: dict[str, Callable[[Any], None]] = {
     **{kind: lambda group, kind=kind: check_kind(kind, group) for kind in KINDS},
     **{f"filters-{k}": lambda group, k=k: check_filters(k, group) for k in ("kl", "tv")},
+    "sequence-parallel": check_sequence_parallel,
     "nothing-valid": check_nothing,
     "ties": check_ties,
     "automatic-chunks": check_automatic_chunks,
