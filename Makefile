@@ -1,6 +1,7 @@
 # make help lists the targets. Each does its own set-up and does not repeat it.
 SHELL := /bin/bash
 PYTHON ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -23,7 +24,7 @@ demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten m
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart_cpu.sh
 
 test: $(READY) ## Run the whole test suite
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-fast: $(READY) ## Run the tests that need neither several processes nor half a minute
 	$(BIN)/python -m pytest -m "not dist and not slow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -77,6 +78,10 @@ def _fork(arguments: list[str], log: Path) -> int:
 
         traceback.print_exc()
     finally:
+        # the checkpoint writer's process does not notice an exit that skips the interpreter's own
+        for writer in multiprocessing.active_children():
+            writer.terminate()
+            writer.join()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -365,6 +365,29 @@ def test_no_tensor_holds_the_logits_of_all_tokens(kind):
     assert largest.numel >= k * chunk * v / 2
 
 
+class Products(TorchDispatchMode):
+    """Adds up the multiplications of all matrix products."""
+
+    multiplications = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.multiplications += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_the_target_is_projected_once_and_each_draft_twice(k, kind):
+    n, h, v = 40, 5, 31
+    problem = hidden(k, n, v, h, holes=False)
+    following = torch.arange(n) + torch.arange(k)[:, None]
+    target = torch.randn(n + k, h, dtype=torch.float64)
+    with Products() as products:
+        run_hidden(replace(problem, target=target, rows=following), kind, chunk_tokens=4)
+    assert products.multiplications == (n + k - 1 + 2 * k * n) * h * v
+
+
 def peak_bytes(problem: Hidden, kind: str) -> int:
     """Most memory that was held at once above what was held before, as the allocator reports it."""
     draft = problem.draft.clone().requires_grad_()
