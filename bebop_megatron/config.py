@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bebop_megatron.losses import OBJECTIVES
+from bebop_megatron.losses.backend import BACKENDS
+from bebop_megatron.losses.options import Options
 from bebop_megatron.losses.prefix import HORIZONS
 
 
@@ -31,6 +33,40 @@ class ObjectiveConfig:
     temperature: float = flag(
         "--mtp-loss-temperature", "Temperature of both distributions inside the MTP loss.", 1.0, type=float
     )
+    draft_temperature: float | None = flag(
+        "--mtp-draft-temperature", "Temperature of the draft alone. Default: --mtp-loss-temperature.", type=float
+    )
+    target_temperature: float | None = flag(
+        "--mtp-target-temperature", "Temperature of the target alone. Default: --mtp-loss-temperature.", type=float
+    )
+    target_top_p: float = flag(
+        "--mtp-target-top-p",
+        "Train for a target that is served with this top-p. Costs some forty small all-reduces a chunk.",
+        1.0,
+        type=float,
+    )
+    target_top_k: int = flag("--mtp-target-top-k", "Train for a target that is served with this top-k.", 0, type=int)
+    truncate_top_k: int = flag(
+        "--mtp-loss-truncate-top-k",
+        "Restrict both distributions inside the MTP loss to the target's K likeliest tokens. For experiments: the "
+        "Bebop paper reports that even K = 20,000 slows convergence and that smaller K gives loss spikes, and it "
+        "saves no memory here. Default: 0, the full vocabulary.",
+        0,
+        type=int,
+    )
+    warmup: str | None = flag(
+        "--mtp-loss-warmup",
+        "Begin with another loss and hand over to --mtp-loss linearly, for example kl:500 (iterations from 0): the "
+        "gradient of total variation vanishes while a head is cold. Meanwhile each chunk costs one more product.",
+        type=str,
+    )
+    backend: str = flag(
+        "--mtp-loss-backend",
+        "Row statistics of the MTP loss in Triton (CUDA only) or PyTorch; auto takes Triton on a GPU.",
+        "auto",
+        type=str,
+        choices=BACKENDS,
+    )
     horizon: str | None = flag(
         "--mtp-loss-horizon",
         "Which anchors count: `full` (the whole chain of depths is valid), `partial` (the valid prefix of it), "
@@ -50,6 +86,8 @@ class ObjectiveConfig:
         if self.loss is None:
             if self.joint:
                 raise ValueError("--mtp-joint has no effect without --mtp-loss: Megatron's own MTP loss is joint")
+            if self.warmup is not None:
+                raise ValueError("--mtp-loss-warmup hands over to --mtp-loss, which is not given")
             return
         if self.loss not in OBJECTIVES:
             raise ValueError(f"unknown MTP loss {self.loss!r}: choose one of {', '.join(sorted(OBJECTIVES))}")
@@ -62,11 +100,50 @@ class ObjectiveConfig:
                 "--mtp-loss tv is a product over depths and has no per-depth horizon: use full or partial, "
                 "or --mtp-loss tv-step for the loss of each depth on its own"
             )
+        # the objective's own checks, in its own words
+        Options(self.loss, mix=self._mix(0), **self._settings())
 
     @property
     def resolved_horizon(self) -> str:
         """The horizon in force: the one asked for, or the objective's default."""
         return self.horizon or ("per-depth" if self.loss == "ce" else "full")
+
+    @property
+    def warmup_iterations(self) -> int:
+        """How many iterations the hand-over from the warm-up's loss takes; 0 without one."""
+        return 0 if self.warmup is None else _parse_warmup(self.warmup)[1]
+
+    def keywords(self, iteration: int) -> dict[str, Any]:
+        """What `fused_linear_objective` is told, in the step that follows `iteration` completed ones."""
+        return {"kind": self.loss, "mix": self._mix(iteration), **self._settings()}
+
+    def _mix(self, iteration: int) -> tuple[str, float] | None:
+        if self.warmup is None:
+            return None
+        other, steps = _parse_warmup(self.warmup)
+        share = 1 - iteration / steps
+        return (other, share) if share > 0 else None
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "draft_temperature": self.temperature if self.draft_temperature is None else self.draft_temperature,
+            "target_temperature": self.temperature if self.target_temperature is None else self.target_temperature,
+            "target_top_p": self.target_top_p,
+            "target_top_k": self.target_top_k,
+            "truncate_top_k": self.truncate_top_k,
+            "horizon": self.resolved_horizon,
+            "backend": self.backend,
+        }
+
+
+def _parse_warmup(text: str) -> tuple[str, int]:
+    kind, colon, steps = text.partition(":")
+    if kind not in OBJECTIVES or not colon or not steps.isdigit() or int(steps) == 0:
+        raise ValueError(
+            f"--mtp-loss-warmup {text!r}: expected loss:iterations, for example kl:500, with a loss out of "
+            f"{', '.join(sorted(OBJECTIVES))}"
+        )
+    return kind, int(steps)
 
 
 MTP_ATTENTION = ("per-depth", "chain", "first-depth")

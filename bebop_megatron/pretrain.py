@@ -18,11 +18,15 @@ def _print_once(message: str) -> None:
     print_rank_0(f"bebop_megatron: {message}")
 
 
-def _embedding_ranks(config: Any, pp_ranks: list[int]) -> list[int]:
-    """Pipeline ranks that hold a copy of the word embedding: the MTP stage is one of them, or its copy drifts."""
+def _embedding_ranks(config: Any, pp_ranks: list[int], tied: bool) -> list[int]:
+    """Pipeline ranks that hold a copy of the word embedding: the MTP stage is one of them, or its copy drifts.
+
+    A last stage with neither MTP layers nor a tied LM head is none: Megatron would add the LM head's gradient to the
+    embedding's.
+    """
     from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 
-    ranks = {pp_ranks[0], pp_ranks[-1]}
+    ranks = {pp_ranks[0], pp_ranks[-1]} if tied else {pp_ranks[0]}
     if len(pp_ranks) > 1 and config.mtp_num_layers:
         ranks |= set(get_mtp_ranks(pp_ranks, config))
     return sorted(ranks)
@@ -75,7 +79,9 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
+    from bebop_megatron.mcore.refusals import check_arguments
     from bebop_megatron.mcore.spec import use_mtp_attention
+    from bebop_megatron.mcore.training_loop import install_training_loop
     from bebop_megatron.schedule.phases import FreezeSchedule
 
     _check_data_files(args)
@@ -83,14 +89,16 @@ def _model_config(args: Any) -> Any:
     objective = config_from_args(ObjectiveConfig, args)
     freezing = config_from_args(FreezeConfig, args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+    install_training_loop(objective)
+    check_arguments(args, config.transformer, _starting_checkpoint(args))
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
+    attention = config_from_args(AttentionConfig, args).mode
+    if attention is not None or objective.loss is not None:
+        use_mtp_attention(config, attention)
     schedule = FreezeSchedule.parse(freezing.schedule or "none")
     change = schedule_change(schedule, freezing, args)
     if change is not None:
         _print_once(f"warning: {change}")
-    attention = config_from_args(AttentionConfig, args).mode
-    if attention is not None or objective.loss is not None:
-        use_mtp_attention(config, attention)
     if not freezing.by_parts:
         return config
 
@@ -135,7 +143,9 @@ def main() -> None:
         make_dataset_provider(config.transformer),
         ModelType.encoder_or_decoder,
         forward_step,
-        get_embedding_ranks=lambda ranks: _embedding_ranks(config.transformer, ranks),
+        get_embedding_ranks=lambda ranks: _embedding_ranks(
+            config.transformer, ranks, config.share_embeddings_and_output_weights
+        ),
     )
 
 

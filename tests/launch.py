@@ -21,18 +21,20 @@ RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accum
 --eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 95""".split()
 
 
-def _launch(arguments: tuple[str, ...], processes: int, mock_data: bool = True) -> tuple[list[str], dict[str, Any]]:
+def _launch(
+    arguments: tuple[str, ...], processes: int, mock_data: bool = True, model: list[str] = MODEL
+) -> tuple[list[str], dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "bebop_megatron.pretrain", *MODEL, *RUN, *(["--mock-data"] if mock_data else []), *arguments]
+    command += ["-m", "bebop_megatron.pretrain", *model, *RUN, *(["--mock-data"] if mock_data else []), *arguments]
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     return command, {"text": True, "cwd": ROOT, "env": environment}
 
 
 def pretrain(
-    *arguments: str, processes: int = 1, timeout: int = 240, mock_data: bool = True
+    *arguments: str, processes: int = 1, timeout: int = 240, mock_data: bool = True, model: list[str] = MODEL
 ) -> subprocess.CompletedProcess[str]:
     """Run the training entry point under torchrun on a free local port, to its end."""
-    command, options = _launch(arguments, processes, mock_data)
+    command, options = _launch(arguments, processes, mock_data, model)
     return subprocess.run(command, capture_output=True, timeout=timeout, check=False, **options)
 
 

@@ -33,7 +33,7 @@ class _Inputs:
     labels: Tensor | None
     valid: Tensor
     row_labels: Tensor | None = None
-    # [n], written as rows are projected
+    # [n], written chunk by chunk
     row_nll: Tensor | None = None
 
 
@@ -41,7 +41,7 @@ def _row_limit(weight: Tensor, options: Options) -> int:
     """How many rows of logits fit into the byte budget: by the columns that every rank has, so that all cut alike."""
     wide = torch.promote_types(weight.dtype, torch.float32).itemsize
     # the backend's block, a second one of logits for the reverse direction, filtered copies, half-precision products
-    blocks = 1 + options.needs_reverse_kl + options.filters + (len(options.shares) - 1)
+    blocks = 1 + options.needs_reverse_kl + options.copies_target + (len(options.shares) - 1)
     per_row = len(weight) * (wide * blocks + (weight.itemsize if weight.itemsize < wide else 0))
     budget = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
     return max(_MIN_ROWS, budget // max(per_row, 1))
@@ -62,56 +62,39 @@ class _Chunks:
         if inputs.target_hidden is None:
             self.plan = plan_without_target(inputs.valid, limit)
         else:
-            self.plan = make_plan(inputs.target_rows, inputs.valid, limit)
+            looked_at = None if inputs.row_labels is None else (inputs.row_labels >= 0).nonzero()[:, 0]
+            self.plan = make_plan(inputs.target_rows, inputs.valid, limit, looked_at)
+        # target rows that are this rank's own; those behind them come from a neighbour
+        own = 0 if inputs.row_labels is None else len(inputs.row_labels)
+        self.own_rows = int((self.plan.needed < own).sum()) if own else 0
 
     def entries(self, chunk: Chunk) -> Tensor:
         """Flat index [e] into [k, n] of the entries of a chunk."""
         return self.plan.order[chunk.entries]
-
-    def project_targets(self, rows: Tensor) -> Tensor:
-        """Logits [rows, columns] of target rows; the loss of their labels is noted on the way, where it is wanted."""
-        assert self.inputs.target_hidden is not None
-        hidden = self.inputs.target_hidden[rows]
-        logits = _project(hidden, self.head)
-        if self.inputs.row_labels is not None:
-            self._note_labels(rows, hidden, logits)
-        return logits
-
-    def _note_labels(self, rows: Tensor, hidden: Tensor, logits: Tensor) -> None:
-        row_labels, row_nll = self.inputs.row_labels, self.inputs.row_nll
-        assert row_labels is not None
-        assert row_nll is not None
-        # rows behind the first n are a neighbour's
-        labels = torch.where(rows < len(row_labels), row_labels[rows.clamp(max=len(row_labels) - 1)], -1)
-        wanted = (labels >= 0).nonzero()[:, 0]
-        if len(wanted):
-            scale, padding = self.options.logit_scale, self.inputs.weight[self.shard.columns :]
-            row_nll[rows[wanted]] = label_nll(
-                logits[wanted] * scale,
-                labels[wanted] - self.shard.start,
-                self.shard.group,
-                padding=_project(hidden[wanted], padding) * scale if len(padding) else None,
-            )
-
-    def note_other_labels(self, limit: int) -> None:
-        """The loss of wanted labels in rows that no draft meets."""
-        row_labels = self.inputs.row_labels
-        assert row_labels is not None
-        missing = row_labels >= 0
-        missing[self.plan.needed[self.plan.needed < len(missing)]] = False
-        for rows in missing.nonzero()[:, 0].split(limit):
-            self.project_targets(rows)
 
     def compare(self, chunk: Chunk) -> Comparison:
         """Logits of a chunk, drafts against targets; they live as long as what is returned."""
         entries = self.entries(chunk)
         target = None
         if self.inputs.target_hidden is not None:
-            target = self.project_targets(self.plan.needed[chunk.targets])
+            target = self._target_logits(chunk.targets, self.inputs.target_hidden)
         rows = self.plan.place[chunk.entries] - chunk.targets.start
         labels = None if self.labels is None else self.labels[entries]
         draft = _project(self.hidden[entries], self.head)
         return Comparison.of(draft, target, rows, labels, self.options, self.shard, overwrite=True)
+
+    def _target_logits(self, part: slice, table: Tensor) -> Tensor:
+        """Logits of some target rows, and in passing the language-model loss of those that have labels."""
+        rows = self.plan.needed[part]
+        if self.inputs.row_labels is None or self.inputs.row_nll is None:
+            return _project(table[rows], self.head)
+        # Megatron's language-model loss has the padding columns in its sum
+        logits = _project(table[rows], self.inputs.weight)
+        rows = rows[: max(self.own_rows - part.start, 0)]
+        labels = self.inputs.row_labels[rows]
+        nll = label_nll(logits[: len(rows)] * self.options.logit_scale, labels.clamp(min=0), self.shard.group)
+        self.inputs.row_nll[rows] = torch.where(labels >= 0, nll, 0)
+        return logits[:, : self.shard.columns]
 
 
 def _first_pass(chunks: _Chunks, chunk: Chunk, collected: RowStats, grads: list[Tensor]) -> None:
@@ -150,8 +133,6 @@ def _run(
     grads = [torch.zeros(k * n, h, dtype=keep, device=weight.device) for _ in options.shares if want[0]]
     for chunk in chunks.plan.chunks:
         _first_pass(chunks, chunk, collected, grads)
-    if inputs.row_labels is not None:
-        chunks.note_other_labels(limit)
     stats = collected.view(k, n)
     loss, weights = weighted_terms(options.shares, stats, counted(inputs.valid, options.horizon), scale)
     weights = [(w * (options.logit_scale / options.draft_temperature)).flatten() for w in weights]
@@ -235,6 +216,7 @@ def fused_linear_objective(
     target_temperature: float = 1.0,
     target_top_p: float = 1.0,
     target_top_k: int = 0,
+    truncate_top_k: int = 0,
     logit_scale: float = 1.0,
     horizon: str = "full",
     reduction: str = "mean",
@@ -249,13 +231,17 @@ def fused_linear_objective(
     statistics), weight [v/tp, h], target_rows [k, n] int64 into target_hidden, row_labels [n] int64 (the labels of
     target_hidden's first n rows, -1 where their loss is not wanted); the rest as in `vocab_parallel_objective`.
     With row_labels the output has `row_nll` [n] float32, the language-model loss of those rows: it shares the target's
-    projection, has the padding columns in its sum, and no gradient.
+    projection, padding columns included, and has no gradient.
     Gradient: computed in the forward pass and only scaled in the backward pass; to draft_hidden, complete on every
-    rank of `group`, and with `weight_requires_grad` to weight (through the drafts; the target is detached).
-    Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once,
-    one of the hidden gradient.
-    Memory: the gradients of draft_hidden (and weight), and a chunk's logits of all depths within a byte budget that
-    depends neither on k nor on n, but for at least 16 tokens; `chunk_tokens` overrides it.
+    rank of `group`, and with `weight_requires_grad` to weight (through the drafts, whose logits are computed twice
+    then; the target is detached).
+    Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
+    the hidden gradient.
+    Memory: the gradients of draft_hidden (and weight; with `mix` one more of draft_hidden), and a chunk's logits within
+    a byte budget that depends neither on k nor on n, but for at least 16 rows. `chunk_tokens` overrides it: as many
+    tokens' targets and drafts of all depths.
+    Work: only valid entries; each target row that one of them meets is projected once. The host waits for the device a
+    few times per call, to know how many there are.
     Raises:
         ValueError: as `vocab_parallel_objective`, and target_rows that do not fit.
     """
@@ -268,6 +254,7 @@ def fused_linear_objective(
         target_temperature=target_temperature,
         target_top_p=target_top_p,
         target_top_k=target_top_k,
+        truncate_top_k=truncate_top_k,
         logit_scale=logit_scale,
         backend=backend,
     )

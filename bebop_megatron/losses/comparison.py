@@ -11,7 +11,7 @@ from torch import Tensor
 from bebop_megatron.losses.backend import Backend, resolve
 from bebop_megatron.losses.shard import VocabShard
 from bebop_megatron.losses.statistics import Distribution, RowStats, distributions
-from bebop_megatron.losses.target_filter import filter_logits
+from bebop_megatron.losses.target_filter import filter_logits, outside_top_k
 
 if TYPE_CHECKING:
     from bebop_megatron.losses.options import Options
@@ -58,6 +58,10 @@ class Comparison:
         backend = resolve(options.backend, draft_logits.device)
         reverse = options.needs_reverse_kl
         sides = []
+        if target_logits is not None and options.truncate_top_k:
+            outside = outside_top_k(target_logits, options.truncate_top_k, shard)
+            target_logits = target_logits.masked_fill(outside, -torch.inf)
+            draft_logits = draft_logits.masked_fill(outside[rows], -torch.inf)
         if target_logits is not None:
             scale = options.logit_scale / options.target_temperature
             if options.filters:

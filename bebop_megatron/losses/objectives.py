@@ -105,6 +105,7 @@ def vocab_parallel_objective(
     target_temperature: float = 1.0,
     target_top_p: float = 1.0,
     target_top_k: int = 0,
+    truncate_top_k: int = 0,
     logit_scale: float = 1.0,
     horizon: str = "full",
     reduction: str = "mean",
@@ -117,6 +118,8 @@ def vocab_parallel_objective(
     Shape: draft_logits, target_logits [k, n, v/tp] (targets aligned per depth; None is allowed for `ce`), valid [k, n]
     bool, labels [k, n] int64 global ids (for `ce`; anything where not valid), row_scale [k] (with reduction `sum`: a
     factor on each depth's sum) -> see `ObjectiveOutput`.
+    `target_top_p`, `target_top_k`: the target is filtered as a server would, then renormalised; `truncate_top_k`: both
+    sides are restricted to the target's likeliest tokens.
     Gradient: closed form, to draft_logits only (table in `registry.py`; end-to-end weights in `prefix.py`). The target
     is detached. Columns from `vocab_size` on are padding: probability and gradient 0.
     Collectives: over `group`: forward three all-reduces (max, sum, statistics), backward two. The vocabulary is never
@@ -134,6 +137,7 @@ def vocab_parallel_objective(
         target_temperature=target_temperature,
         target_top_p=target_top_p,
         target_top_k=target_top_k,
+        truncate_top_k=truncate_top_k,
         logit_scale=logit_scale,
         backend=backend,
     )

@@ -30,6 +30,7 @@ class Options:
     target_temperature: float = 1.0
     target_top_p: float = 1.0
     target_top_k: int = 0
+    truncate_top_k: int = 0
     logit_scale: float = 1.0
     backend: str = "auto"
 
@@ -52,8 +53,11 @@ class Options:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 < self.target_top_p <= 1:
             raise ValueError(f"target_top_p must lie in (0, 1], got {self.target_top_p}")
-        if self.target_top_k < 0:
-            raise ValueError(f"target_top_k must be 0 (off) or positive, got {self.target_top_k}")
+        for name in ("target_top_k", "truncate_top_k"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 (off) or positive, got {getattr(self, name)}")
+        if self.truncate_top_k and self.needs_labels:
+            raise ValueError("truncate_top_k keeps the target's likeliest tokens, and a label of 'ce' may not be one")
         if self.needs_reverse_kl and self.filters:
             raise ValueError(
                 "objective 'reverse-kl' is infinite wherever target_top_k or target_top_p leaves a token out: "
@@ -69,6 +73,11 @@ class Options:
     def filters(self) -> bool:
         """Whether the target is filtered."""
         return bool(self.target_top_k) or self.target_top_p < 1
+
+    @property
+    def copies_target(self) -> bool:
+        """Whether something is left out of the target's logits."""
+        return self.filters or bool(self.truncate_top_k)
 
     @property
     def needs_target(self) -> bool:

@@ -31,18 +31,19 @@ class Plan:
     chunks: list[Chunk]
 
 
-def make_plan(target_rows: Tensor, valid: Tensor, limit: int) -> Plan:
+def make_plan(target_rows: Tensor, valid: Tensor, limit: int, looked_at: Tensor | None = None) -> Plan:
     """Cut the valid entries into chunks of at most `limit` rows, drafts and targets together.
 
     A target row is in one chunk only, unless more entries meet it than fit: then it is in several. The host waits for
     the device three times.
 
-    Shape: target_rows [k, n] int64, valid [k, n] bool.
+    Shape: target_rows [k, n] int64, valid [k, n] bool, looked_at [r] int64: target rows wanted without any entry.
     """
     entries = valid.flatten().nonzero()[:, 0]
     rows, by_row = target_rows.flatten()[entries].sort(stable=True)
-    needed, place, counts = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)
-    return Plan(entries[by_row], needed, place, _cut(counts.cumsum(0).tolist(), limit))
+    needed = torch.unique(rows if looked_at is None else torch.cat([rows, looked_at]))
+    ends = torch.searchsorted(rows, needed, right=True)
+    return Plan(entries[by_row], needed, torch.searchsorted(needed, rows), _cut(ends.tolist(), limit))
 
 
 def plan_without_target(valid: Tensor, limit: int) -> Plan:

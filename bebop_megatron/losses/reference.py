@@ -40,6 +40,7 @@ def reference_objective(
     target_temperature: float = 1.0,
     target_top_p: float = 1.0,
     target_top_k: int = 0,
+    truncate_top_k: int = 0,
     logit_scale: float = 1.0,
     horizon: str = "full",
     reduction: str = "mean",
@@ -55,6 +56,10 @@ def reference_objective(
     # NaN in a row that does not count must not reach the gradient of one that does
     z = draft_logits[..., :v].double().masked_fill(drop, 0)
     # probabilities underflow long before their logarithms do
+    if truncate_top_k and target_logits is not None:
+        kept = _filtered(target_logits[..., :v].detach().double().masked_fill(drop, 0), truncate_top_k, 1.0)
+        target_logits = kept
+        z = z.masked_fill(kept == -torch.inf, -torch.inf)
     log_q = (z * logit_scale / draft_temperature).log_softmax(-1)
     log_p, alpha = torch.zeros_like(log_q), torch.zeros(k, n, dtype=torch.float64)
     if target_logits is not None:

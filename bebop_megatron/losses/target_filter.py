@@ -24,6 +24,16 @@ def _kth_largest(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
     return local.topk(k, dim=-1).values[:, -1]
 
 
+def outside_top_k(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
+    """Which logits are smaller than the row's k-th largest: [n, columns] -> [n, columns] bool.
+
+    Collectives: one all-gather of [n, k] over the group.
+    """
+    if k >= shard.vocab_size:
+        return torch.zeros_like(logits, dtype=torch.bool)
+    return logits < _kth_largest(logits, k, shard)[:, None]
+
+
 def _outside_nucleus(logits: Tensor, top_p: float, shard: VocabShard) -> Tensor:
     own = logits.amax(-1) if shard.columns else logits.new_full(logits.shape[:1], -torch.inf)
     maximum = shard.maximum(own)
@@ -50,8 +60,8 @@ def filter_logits(logits: Tensor, top_k: int, top_p: float, shard: VocabShard) -
     Collectives: top-k one all-gather of [n, k]; top-p forty-two all-reduces of [n]: an option for runs that are
     served with filters, not a default.
     """
-    if top_k and top_k < shard.vocab_size:
-        logits = logits.masked_fill(logits < _kth_largest(logits, top_k, shard)[:, None], -torch.inf)
+    if top_k:
+        logits = logits.masked_fill(outside_top_k(logits, top_k, shard), -torch.inf)
     if top_p < 1:
         logits = logits.masked_fill(_outside_nucleus(logits, top_p, shard), -torch.inf)
     return logits

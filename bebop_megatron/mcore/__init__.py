@@ -1,6 +1,6 @@
 """Everything that touches Megatron: `install()` once, `attach()` an objective to each model config."""
 
-from bebop_megatron.mcore.attachment import attach, attached
+from bebop_megatron.mcore.attachment import attach, attached, set_iteration
 from bebop_megatron.mcore.install import install, uninstall
 
-__all__ = ["attach", "attached", "install", "uninstall"]
+__all__ = ["attach", "attached", "install", "set_iteration", "uninstall"]

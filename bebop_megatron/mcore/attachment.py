@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bebop_megatron.alignment import LAYOUTS
 from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.mcore.refusals import check_config
 from bebop_megatron.metrics import AcceptanceMeter
 from bebop_megatron.reduction import StepCounts
 
@@ -23,7 +24,8 @@ _in_use: weakref.WeakSet[Attachment] = weakref.WeakSet()
 class Attachment:
     """An objective in use: its settings, the true vocabulary, the counts of the running step, its metrics.
 
-    `loss_sums` [2] float64: the objective summed over what has been seen since the last log, and the steps in it.
+    `iteration`: completed steps, where a training loop tells. `loss_sums` [2] float64: the objective summed over what
+    has been seen since the last log, and the steps in it.
     """
 
     objective: ObjectiveConfig
@@ -31,10 +33,24 @@ class Attachment:
     meter: AcceptanceMeter
     counts: StepCounts | None = None
     loss_sums: Tensor | None = None
+    iteration: int | None = None
 
     def __post_init__(self) -> None:
         # a freeze schedule may name another loss for a phase, and then comes back to this one
         self.default_loss = self.objective.loss
+
+    def current_iteration(self) -> int:
+        """Completed steps; 0 where nothing depends on them.
+
+        Raises:
+            RuntimeError: the loss warms up, and the training loop does not say how far it is.
+        """
+        if self.iteration is None and self.objective.warmup is not None:
+            raise RuntimeError(
+                "--mtp-loss-warmup needs to know the iteration: call bebop_megatron.mcore.set_iteration(config, "
+                "completed_steps) before each training step of your own loop"
+            )
+        return self.iteration or 0
 
     def add_loss(self, loss: Tensor, share: float) -> None:
         """Add one micro-batch: its part of a step's mean loss, and the share of the step that it is."""
@@ -47,11 +63,12 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
 
     `vocab_size` is the true size: columns of the LM head beyond it are padding. Heads are detached from the backbone
     unless the objective is joint. An objective without a loss leaves Megatron's own. `cp_layout` says how your batches
-    are cut over context-parallel ranks: `zigzag` as Megatron's are, or `contiguous`.
+    are cut over context-parallel ranks: `zigzag` as Megatron's are, or `contiguous`. Call it before the model is built:
+    Megatron then gives the MTP weights their own norm for gradient clipping.
 
     Raises:
-        ValueError: an unknown layout, a config without MTP layers, or one that trains the LM head jointly through fused
-            gradient accumulation.
+        ValueError: an unknown layout, a config that has no MTP layers or cannot train them (see `refusals.py`), or that
+            trains the LM head jointly through fused gradient accumulation.
     """
     if objective.loss is None:
         return
@@ -65,12 +82,20 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
         raise ValueError("--mtp-joint needs --no-gradient-accumulation-fusion: the LM head gets two gradients")
     if cp_layout not in LAYOUTS:
         raise ValueError(f"unknown context-parallel layout {cp_layout!r}: choose one of {', '.join(LAYOUTS)}")
+    check_config(config)
     config.mtp_detach_heads = not objective.joint
     config.bebop_cp_layout = cp_layout
     meter = AcceptanceMeter(config.mtp_num_layers)
     attachment = Attachment(objective, vocab_size, meter)
     setattr(config, _ATTRIBUTE, attachment)
     _in_use.add(attachment)
+
+
+def set_iteration(config: Any, completed: int) -> None:
+    """Tell the objective of `config` how many steps are completed; Megatron's own loop does so by itself."""
+    attachment = attached(config)
+    if attachment is not None:
+        attachment.iteration = completed
 
 
 def attached(config: Any) -> Attachment | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 TESTED_VERSIONS = ("0.19.2",)
@@ -69,6 +72,104 @@ LOGGING_SEAM = Seam(
     "track_mtp_metrics",
     ("loss_scale", "iteration", "writer", "wandb_writer", "total_loss_dict"),
 )
+# a class, so that every wrapped model already built is covered too
+GRAD_SYNC_SEAM = Seam("megatron.core.distributed:DistributedDataParallel", "finish_grad_sync", ("force_all_reduce",))
+
+
+# what we read without rebinding: configuration fields, and attributes that a constructor sets
+CONFIG_FIELDS = (
+    "mtp_num_layers",
+    "mtp_detach_heads",
+    "mtp_loss_scaling_factor",
+    "mtp_use_repeated_layer",
+    "calculate_per_token_loss",
+    "pipeline_model_parallel_layout",
+    "overlap_p2p_comm",
+    "sequence_parallel",
+    "gradient_accumulation_fusion",
+)
+CONSTRUCTED = (
+    (
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
+        ("per_param_grad_ready_counts", "is_first_batch", "grad_reduce_handle", "grad_reduce_finished"),
+    ),
+    ("megatron.core.distributed:DistributedDataParallel", ("param_to_bucket_group", "ddp_config")),
+    (
+        "megatron.core.models.gpt:GPTModel",
+        ("mtp_process", "pre_process", "post_process", "embedding", "share_embeddings_and_output_weights"),
+    ),
+    (
+        "megatron.core.models.hybrid.hybrid_model:HybridModel",
+        ("mtp_process", "pre_process", "post_process", "embedding", "share_embeddings_and_output_weights"),
+    ),
+)
+SYMBOLS = (
+    ("megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler", "main_loss_backward_scale"),
+    ("megatron.core.transformer.multi_token_prediction", "get_mtp_ranks"),
+    ("megatron.core.transformer.multi_token_prediction", "mtp_on_this_rank"),
+)
+
+
+def _owner(path: str) -> Any:
+    return Seam(path, "").owner()
+
+
+def _check_what_is_read(tested: str) -> None:
+    """Names that we read: a changed one would give wrong numbers, not an error.
+
+    Raises:
+        RuntimeError: with the symbol that is missing and the versions that have it.
+    """
+    from megatron.core import __version__
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = "megatron.core.transformer.transformer_config.TransformerConfig"
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    missing = [f"{config}.{name}" for name in CONFIG_FIELDS if name not in fields]
+    missing += [f"{path}.{name}" for path, name in SYMBOLS if not hasattr(_owner(path), name)]
+    for path, names in CONSTRUCTED:
+        # attributes exist on instances only, so the constructor's own code is asked
+        known = _owner(path).__init__.__code__.co_names
+        missing += [f"{path}.{name}" for name in names if name not in known]
+    if missing:
+        raise RuntimeError(
+            f"megatron-core {__version__} has no {', '.join(missing).replace(':', '.')}, which bebop_megatron reads "
+            f"(tested with {tested})"
+        )
+
+
+def have_transformer_engine() -> bool:
+    """Whether Megatron found Transformer Engine when it was imported."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return HAVE_TE
+
+
+# optimizer formats that another tensor or pipeline size can read
+RESHARDABLE = frozenset({"fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor"})
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """How a checkpoint was cut: tensor and pipeline size, and the distributed optimizer's format if it has one."""
+
+    tensor: int
+    pipeline: int
+    optimizer: str | None
+
+
+def checkpoint_layout(folder: Path) -> SavedLayout | None:
+    """Read how the checkpoint in `folder` (an iteration's) was cut; None where it does not say."""
+    from megatron.core import dist_checkpointing
+
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    args = common.get("args")
+    if args is None or getattr(args, "no_save_optim", False):
+        return None
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+    kind = metadata.get("distrib_optim_sharding_type") if args.use_distributed_optimizer else None
+    return SavedLayout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, kind)
+
 
 # what freeze schedules rebind; installed only where there is one
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
@@ -100,6 +201,14 @@ TRAINING_SEAMS = (
     Seam("megatron.training.training", "train_step", ("model", "optimizer", "opt_param_scheduler", "iteration")),
     Seam("megatron.training.training", "print_rank_last", ("message",)),
 )
+LOOP_SEAMS = (
+    Seam("megatron.training.training", "train_step", ("iteration",)),
+    Seam(
+        "megatron.training.training",
+        "num_floating_point_operations",
+        ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+    ),
+)
 
 
 def finish_param_gather(module: Any) -> None:
@@ -121,8 +230,32 @@ def let_steps_be_missing(optimizer: Any) -> None:
         )
 
 
+def require(seams: Iterable[Seam]) -> None:
+    """See that every seam exists and takes the parameters we rely on.
+
+    Raises:
+        RuntimeError: a name or a parameter is missing.
+    """
+    from megatron.core import __version__
+
+    tested = ", ".join(TESTED_VERSIONS)
+    for seam in seams:
+        target = getattr(seam.owner(), seam.name, None)
+        where = f"{seam.module.replace(':', '.')}.{seam.name}"
+        if target is None:
+            raise RuntimeError(
+                f"megatron-core {__version__} has no {where}, which bebop_megatron rebinds (tested with {tested})"
+            )
+        known = inspect.signature(target).parameters if callable(target) else {}
+        missing = [p for p in seam.parameters if p not in known]
+        if missing:
+            raise RuntimeError(
+                f"megatron-core {__version__}: {where} no longer takes {', '.join(missing)} (tested with {tested})"
+            )
+
+
 def _installed_seams() -> tuple[Seam, ...]:
-    return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM)
+    return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM, GRAD_SYNC_SEAM)
 
 
 def check(seams: tuple[Seam, ...] | None = None) -> None:
@@ -138,15 +271,6 @@ def check(seams: tuple[Seam, ...] | None = None) -> None:
         raise RuntimeError(
             f"megatron-core {__version__} is not supported: bebop_megatron needs 0.19.x (tested with {tested})"
         )
-    for seam in _installed_seams() if seams is None else seams:
-        target = getattr(seam.owner(), seam.name, None)
-        where = f"{seam.module.replace(':', '.')}.{seam.name}"
-        if target is None:
-            raise RuntimeError(
-                f"megatron-core {__version__} has no {where}, which bebop_megatron rebinds (tested with {tested})"
-            )
-        missing = [p for p in seam.parameters if p not in inspect.signature(target).parameters]
-        if missing:
-            raise RuntimeError(
-                f"megatron-core {__version__}: {where} no longer takes {', '.join(missing)} (tested with {tested})"
-            )
+    require(_installed_seams() if seams is None else seams)
+    if seams is None:
+        _check_what_is_read(tested)

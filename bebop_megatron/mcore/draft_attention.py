@@ -40,7 +40,7 @@ class _Blocks:
         self.dtype = _wide(query.dtype)
         self.query, self.key = _grouped(query, self.groups), _per_group(key)
         row_bytes = query.shape[1] * query.shape[2] * key.shape[0] * torch.finfo(self.dtype).bits // 8
-        self.spans = anchors.spans(max(16, _BLOCK_BYTES // max(1, row_bytes)))
+        self.spans = anchors.spans(max(16, _BLOCK_BYTES // max(1, row_bytes)), len(key))
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         """[b, g, r, s, d] -> [b, g, r * rows, d] in the dtype of the scores."""

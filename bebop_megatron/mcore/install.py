@@ -8,6 +8,7 @@ from bebop_megatron.mcore.loss_hook import make_process_mtp_loss
 from bebop_megatron.mcore.rolling import with_rolled_inputs
 from bebop_megatron.mcore.spec import make_builder_mtp_block_spec, make_mtp_block_spec
 from bebop_megatron.mcore.step_counts import with_step_counts
+from bebop_megatron.mcore.unused_copies import with_unused_copies
 from bebop_megatron.patching import Patcher
 
 _patcher = Patcher()
@@ -31,6 +32,7 @@ def install() -> None:
         (compat.SCHEDULE_SEAMS, with_step_counts),
         ((compat.EMBEDDING_SEAM,), with_rolled_inputs),
         ((compat.SPEC_SEAM,), make_mtp_block_spec),
+        ((compat.GRAD_SYNC_SEAM,), with_unused_copies),
     ):
         for seam in seams:
             _patcher.set(seam.owner(), seam.name, wrap(getattr(seam.owner(), seam.name)))

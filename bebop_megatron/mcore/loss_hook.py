@@ -122,19 +122,16 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             target.flatten(0, 1),
             weight if joint else weight.detach(),
             target_rows=table.target_rows,
-            kind=objective.loss,
             valid=table.valid,
             labels=targets.labels,
             group=tp_group if tp_group is not None and tp_group.size() > 1 else None,
             vocab_size=attachment.vocab_size,
-            draft_temperature=objective.temperature,
-            target_temperature=objective.temperature,
             logit_scale=logit_scale,
-            horizon=objective.resolved_horizon,
             reduction="sum",
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,
             row_labels=None if alone is None or labels is None else _row_labels(labels, loss_mask),
+            **objective.keywords(attachment.current_iteration()),
         )
         attachment.meter.update(out.stats, table.valid)
         attachment.add_loss(out.loss, 1 / (counts.num_microbatches * replicas))

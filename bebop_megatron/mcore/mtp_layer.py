@@ -19,8 +19,10 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from bebop_megatron.alignment import layout_of
 from bebop_megatron.mcore.anchors import Anchors, find_anchors
 from bebop_megatron.mcore.mtp_attention import PER_DEPTH, mtp_attention, require_supported
+from bebop_megatron.mcore.rolling import rolls
 from bebop_megatron.mcore.shared_keys import Call, Carried, ShiftedRotary, stepping, with_shared_keys
 
 
@@ -28,15 +30,13 @@ from bebop_megatron.mcore.shared_keys import Call, Carried, ShiftedRotary, stepp
 class DepthState:
     """What one depth hands to the next.
 
-    Shape: ids [S, b] int64, position_ids [S, ...] or None, padding [S, b] bool or None, of the whole sequence;
-    step [d] float32, how far rotary angles advance from one position to the next, or None.
+    Shape: tokens [k] of (ids [b, s], position_ids [b, s] or None, padding [b, s] or None), shifted for each depth;
+    step [1, 1, d] float32, how far rotary angles advance from one position to the next, or None.
     """
 
     depth: int
     anchors: Anchors
-    ids: Tensor
-    position_ids: Tensor | None
-    padding: Tensor | None
+    tokens: list[list[Tensor | None]]
     step: Tensor | None
     carried: tuple[Carried, ...] = ()
 
@@ -108,32 +108,27 @@ class DraftStepLayer(MultiTokenPredictionLayer):
     ) -> DepthState:
         """State before depth 1, from what the block was called with: tensors [..., s] of this rank's sequence.
 
-        Collectives: under context parallelism one all-gather of each tensor.
+        Collectives: under context parallelism one all-gather over its group, for all depths.
         """
-        anchors = find_anchors(ids.shape[-1], packed, self.cp_group, ids.device)
+        layout = layout_of(self.config)
+        anchors = find_anchors(ids.shape[-1], packed, self.cp_group, layout, ids.device)
         if padding is not None and padding.shape[-1] != ids.shape[-1]:
             # the model has scattered it over the tensor-parallel ranks, but a shift needs the neighbours' entries
             rows = padding.t().to(torch.uint8).contiguous()
             gather = tensor_parallel.gather_from_sequence_parallel_region
             padding = gather(rows, tensor_parallel_output_grad=False, group=self.tp_group).t().bool()
-        whole = lambda x: None if x is None else anchors.whole(x.movedim(-1, 0))  # noqa: E731
-        ids_whole = whole(ids)
-        assert ids_whole is not None
-        padding_whole = None if padding is None else whole(padding.to(torch.uint8))
-        step = _rotary_step(rotary, anchors, packed is not None)
-        return DepthState(0, anchors, ids_whole, whole(position_ids), padding_whole, step)
+        depths = self.config.mtp_num_layers
+        tokens = rolls([ids, position_ids, padding], packed, self.cp_group, layout, depths)
+        return DepthState(0, anchors, tokens, _rotary_step(rotary, anchors, packed is not None))
 
     def _inputs(self, state: DepthState, embedding: Callable[..., Tensor]) -> tuple[Tensor, Tensor | None]:
         """Embeddings [s/tp, b, h] and padding mask [b, s/tp] of this depth's tokens, x_{t + depth} for anchor t."""
-        shifted = lambda x: None if x is None else state.anchors.shifted(x, state.depth).movedim(0, -1)  # noqa: E731
-        embedded = embedding(input_ids=shifted(state.ids), position_ids=shifted(state.position_ids))
+        ids, position_ids, padding = state.tokens[state.depth - 1]
+        embedded = embedding(input_ids=ids, position_ids=position_ids)
         if self.config.mtp_detach_heads:
             embedded = embedded.detach()
-        padding = shifted(state.padding)
-        if padding is not None:
-            padding = padding.bool()
-            if self.sequence_parallel:
-                padding = padding.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
+        if padding is not None and self.sequence_parallel:
+            padding = padding.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
         return embedded, padding
 
     def _step(self, state: DepthState, hidden: Tensor, embedded: Tensor, tensors: dict[str, Any], packed: Any) -> Any:

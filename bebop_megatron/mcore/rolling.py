@@ -19,25 +19,36 @@ from bebop_megatron.mcore.attachment import attached
 from bebop_megatron.mcore.targets import ends_of, shard_of
 
 
-def roll(tensors: Sequence[Tensor | None], packed: Any, group: Any, layout: str) -> list[Tensor | None]:
-    """Give every position what the next one of its document holds, and the last one 0.
+def rolls(
+    tensors: Sequence[Tensor | None], packed: Any, group: Any, layout: str, depths: int
+) -> list[list[Tensor | None]]:
+    """For each depth i, give every position what the i-th one behind it in its document holds, 0 where there is none.
 
-    Shape: tensors [..., s/cp] of any integer type or bool, or None -> the same.
+    Shape: tensors [..., s/cp] of any integer type or bool, or None -> for each of k depths the same.
     Collectives: one all-gather over `group`, the context-parallel group.
     """
     given = [t for t in tensors if t is not None]
     local = given[0].shape[-1]
     shard = shard_of(packed, local, group, layout, given[0].device)
-    reach = Reach.of(shard, 1)
+    reach = Reach.of(shard, depths)
     flat = [t.movedim(-1, 0).reshape(local, -1).long() for t in given]
     table = reach.extend(torch.cat(flat, dim=1), group)
-    inside = reach.position + 1 < ends_of(packed, reach, shard.length)[0]
-    moved = torch.where(inside[:, None], table[reach.rows[0]], 0).split([f.shape[1] for f in flat], dim=1)
-    done = iter(
-        m.reshape(local, *t.shape[:-1]).movedim(0, -1).to(t.dtype).contiguous()
-        for m, t in zip(moved, given, strict=True)
-    )
-    return [None if t is None else next(done) for t in tensors]
+    ends = ends_of(packed, reach, shard.length)[0]
+    result: list[list[Tensor | None]] = []
+    for depth, rows in enumerate(reach.rows, start=1):
+        inside = reach.position + depth < ends
+        moved = torch.where(inside[:, None], table[rows], 0).split([f.shape[1] for f in flat], dim=1)
+        done = iter(
+            m.reshape(local, *t.shape[:-1]).movedim(0, -1).to(t.dtype).contiguous()
+            for m, t in zip(moved, given, strict=True)
+        )
+        result.append([None if t is None else next(done) for t in tensors])
+    return result
+
+
+def roll(tensors: Sequence[Tensor | None], packed: Any, group: Any, layout: str) -> list[Tensor | None]:
+    """`rolls` by one position."""
+    return rolls(tensors, packed, group, layout, 1)[0]
 
 
 def with_rolled_inputs(original: Callable[..., Any]) -> Callable[..., Any]:

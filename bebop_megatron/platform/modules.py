@@ -5,6 +5,7 @@ Equal names mean that a checkpoint written on a CPU loads on a GPU, and that the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,36 @@ class CpuNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _normalise(x, self.weight, self.bias, self.config, self.eps)
+
+
+class CpuLinear(torch.nn.Module):
+    """Linear whose weight every tensor-parallel rank holds whole, as latent attention's down projections are.
+
+    Shape: x [s, b, in] -> [s, b, out]; each sequence-parallel rank sees its own rows.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        parallel_mode: str | None = None,
+        bias: bool = False,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if parallel_mode != "duplicated" or bias:
+            raise ValueError(f"the CPU linear is duplicated and has no bias, got parallel_mode={parallel_mode!r}")
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        # each sequence-parallel rank sees other rows: Megatron sums the gradients of parameters marked like this
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(x, self.weight), None
 
 
 class CpuLayerNormColumnParallelLinear(ColumnParallelLinear):

@@ -10,14 +10,19 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from bebop_megatron.platform.modules import CpuDotProductAttention, CpuLayerNormColumnParallelLinear, CpuNorm
+from bebop_megatron.platform.modules import (
+    CpuDotProductAttention,
+    CpuLayerNormColumnParallelLinear,
+    CpuLinear,
+    CpuNorm,
+)
 
 
 class CpuSpecProvider(BackendSpecProvider):
     """Modules with Transformer Engine's parameter names, in plain torch."""
 
     def linear(self) -> type:
-        return ColumnParallelLinear
+        return CpuLinear
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear

@@ -35,6 +35,9 @@ ALL_OPTIONS = [
     {"target_top_k": 4},
     {"target_top_p": 0.8},
     {"target_top_k": 6, "target_top_p": 0.5, "target_temperature": 0.8, "logit_scale": 1.5},
+    {"truncate_top_k": 5},
+    {"truncate_top_k": 9, "target_top_k": 4, "target_temperature": 0.8},
+    {"truncate_top_k": 40},
     {"mix": ("kl", 0.3)},
     {"mix": ("ce", 0.6), "reduction": "sum"},
     {"mix": ("tv", 0.75)},
@@ -55,8 +58,9 @@ def check(problem: Logits, kind: str, tolerance: float = 1e-10, **options):
 
 
 def takes_filters(kind: str, options: dict) -> bool:
-    """KL(q||p) is infinite where the target is filtered."""
-    return kind != "reverse-kl" or not ({"target_top_k", "target_top_p"} & options.keys())
+    """KL(q||p) is infinite where the target is filtered, and a label may be outside of what truncation keeps."""
+    refused = {"reverse-kl": {"target_top_k", "target_top_p"}, "ce": {"truncate_top_k"}}
+    return not refused.get(kind, set()) & options.keys()
 
 
 def test_the_kinds_tested_are_those_that_exist():

@@ -36,6 +36,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"target_top_p": 1.1}, r"target_top_p must lie in \(0, 1\], got 1.1"),
     ({"target_top_p": float("nan")}, r"target_top_p must lie in \(0, 1\], got nan"),
     ({"target_top_k": -1}, r"target_top_k must be 0 \(off\) or positive, got -1"),
+    ({"truncate_top_k": -1}, r"truncate_top_k must be 0 \(off\) or positive, got -1"),
+    ({"kind": "ce", "truncate_top_k": 3}, "a label of 'ce' may not be one"),
     ({"kind": "reverse-kl", "target_top_k": 5}, "'reverse-kl' is infinite wherever target_top_k or target_top_p"),
     ({"kind": "reverse-kl", "target_top_p": 0.9}, "'reverse-kl' is infinite wherever target_top_k or target_top_p"),
     ({"kind": "kl", "mix": ("reverse-kl", 0.5), "target_top_p": 0.9}, "'reverse-kl' is infinite"),

@@ -103,7 +103,9 @@ class _Enough(Exception):
     """The MTP block has run; what Megatron makes of its output is another test's."""
 
 
-def hidden_by_depth(model: Any, ids: Tensor, position_ids: Tensor | None = None, packed: Any = None) -> Tensor:
+def hidden_by_depth(
+    model: Any, ids: Tensor, position_ids: Tensor | None = None, packed: Any = None, padding: Tensor | None = None
+) -> Tensor:
     """What a training pass computes: final-normed hidden states [1 + k, s/tp, b, h] of backbone and depths."""
     out: list[Tensor] = []
 
@@ -115,7 +117,7 @@ def hidden_by_depth(model: Any, ids: Tensor, position_ids: Tensor | None = None,
     if position_ids is None:
         position_ids = torch.arange(ids.shape[1]).expand_as(ids)
     with contextlib.suppress(_Enough):
-        model(ids, position_ids, None, packed_seq_params=packed)
+        model(ids, position_ids, None, packed_seq_params=packed, padding_mask=padding)
     handle.remove()
     return out[0].unflatten(0, (1 + model.config.mtp_num_layers, -1))
 

@@ -19,7 +19,7 @@ def make_anchors():
     end = torch.tensor(LENGTHS).cumsum(0)
     document = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     position, first = torch.arange(int(end[-1])), (end - torch.tensor(LENGTHS))[document]
-    return Anchors(position, first, end[document], None, None, (position, first))
+    return Anchors(position, first, None, None, (position, first))
 
 
 def inputs(b, n, g, d, dv, dtype):
@@ -114,7 +114,7 @@ def test_saved_memory_grows_with_the_sequence_and_not_with_its_square():
     saved = {}
     for length in (64, 128):
         position, zero = torch.arange(length), torch.zeros(length, dtype=torch.int64)
-        anchors = Anchors(position, zero, zero + length, None, None, (position, zero))
+        anchors = Anchors(position, zero, None, None, (position, zero))
         make = lambda heads, s=length: torch.randn(s, 1, heads, 8, requires_grad=True)  # noqa: E731
         query, key, value, own = make(4), make(2), make(2), ((make(2),), (make(2),))
         with torch.autograd.graph.saved_tensors_hooks(

@@ -201,6 +201,17 @@ def test_case_13_position_ids_move_with_the_ids(one, two):
     same(two["learned-packed"], one["learned-documents"])
 
 
+def test_halo_comes_once_per_micro_batch_and_every_collective_names_its_group(two):
+    for calls in two["plain"]["collectives"]:
+        assert all(named for _, named, _ in calls)
+        assert not {"isend", "irecv"} & {name for name, _, _ in calls}
+        gathers = [fractions for name, _, fractions in calls if name == "all_gather_into_tensor"]
+        # in each of four micro-batches the attention of two layers and three drafts gathers keys and values
+        assert sum(gathers) == 4 * (2 * (2 + DEPTHS) + 1)
+        # ids with positions for each depth, and labels with masks
+        assert len(gathers) - sum(gathers) == 4 * (DEPTHS + 1)
+
+
 def test_labels_absent_means_that_ids_are_the_labels(one, two):
     same(one["tokens"], one["labelled-tokens"])
     same(two["tokens"], one["labelled-tokens"])

@@ -54,3 +54,15 @@ def test_other_megatron_version_is_refused(clean, monkeypatch):
     monkeypatch.setattr(megatron.core, "__version__", "0.16.1")
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.16\.1 is not supported.*0\.19"):
         install()
+
+
+def test_missing_name_that_is_only_read_is_reported(clean, monkeypatch):
+    monkeypatch.setattr(compat, "CONFIG_FIELDS", (*compat.CONFIG_FIELDS, "mtp_gone"))
+    with pytest.raises(RuntimeError, match=r"TransformerConfig\.mtp_gone, which .* reads \(tested with 0\.19\.2\)"):
+        install()
+    monkeypatch.undo()
+    group = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+    monkeypatch.setattr(compat, "CONSTRUCTED", ((group, ("gone",)),))
+    with pytest.raises(RuntimeError, match=r"_ParamAndGradBucketGroup\.gone"):
+        install()
+    assert bound() == clean

@@ -1,7 +1,8 @@
 """Draft steps under tensor, sequence and context parallelism equal the single process, hidden states and gradients.
 
 Catches: keys of step 1 that other context-parallel ranks hold and this one never sees, zigzag order taken for sequence
-order, tokens shifted inside a shard, rotary positions of the wrong shard, gradients of gathered keys lost or doubled.
+order, tokens or padding marks shifted inside a shard, rotary positions of the wrong shard, gradients of gathered keys
+lost or doubled.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ def compute(tp: int, cp: int, sequence_parallel: bool, *, packed: bool = False, 
     rank = parallel_state.get_context_parallel_rank()
     mine = zigzag_positions(bounds, cp, rank)
     packing = drafting.packing(DOCUMENTS) if packed else None
-    local = drafting.hidden_by_depth(model, ids[:, mine], positions[:, mine], packing)
+    # routers of MoE layers ask which tokens are padding
+    padding, seen = (torch.arange(s) % 5 == 0).expand(b, -1), []
+    model.mtp.layers[0].mtp_model_layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["padding_mask"]), with_kwargs=True
+    )
+    local = drafting.hidden_by_depth(model, ids[:, mine], positions[:, mine], packing, padding[:, mine])
     if sequence_parallel:
         mine = torch.arange(s).chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
 
@@ -85,11 +91,16 @@ def compute(tp: int, cp: int, sequence_parallel: bool, *, packed: bool = False, 
             halves = [torch.cat([x.chunk(2)[i] for x in shards]) for i in (0, 1)]
             grad = torch.cat(halves) if "linear_fc1" in name else torch.cat(shards, parameter.partition_dim)
         grads[name] = grad
-    whole = torch.zeros((1 + k, s, *local.shape[2:]))
+    whole, masks = torch.zeros((1 + k, s, *local.shape[2:])), torch.zeros((k, s, b))
     whole[:, mine] = local.detach()
-    if sequence_parallel or cp > 1:
-        torch.distributed.all_reduce(whole)
-    return {"hidden": whole[1:] * counted[..., None, None], "grads": grads}
+    masks[:, mine] = torch.stack(seen[:k]).transpose(1, 2).float()
+    for result in (whole, masks) if sequence_parallel or cp > 1 else ():
+        torch.distributed.all_reduce(result)
+    return {
+        "hidden": whole[1:] * counted[..., None, None],
+        "padding": masks * counted[..., None],
+        "grads": grads,
+    }
 
 
 def _rank_main(rank: int, folder: str) -> None:
@@ -135,6 +146,8 @@ def test_layout_equals_the_single_process(one, two, layout, kind):
         errors = [value["error"] for value in rank.values() if "error" in value]
         assert not errors, errors[0]
         torch.testing.assert_close(rank[name]["hidden"], expected["hidden"], rtol=1e-5, atol=1e-5)
+        assert torch.equal(rank[name]["padding"], expected["padding"])
+        assert expected["padding"].any()
         assert rank[name]["grads"].keys() == expected["grads"].keys()
         for parameter, grad in rank[name]["grads"].items():
             scale = expected["grads"][parameter].abs().max()

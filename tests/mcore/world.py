@@ -6,6 +6,8 @@ import hashlib
 import os
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from bebop_megatron.patching import Patcher
 from tests.mcore import batch
 
 DEPTHS = 3
@@ -171,6 +174,30 @@ def _forward_step(data_iterator: Any, model: Any) -> Any:
     return output, loss
 
 
+@contextmanager
+def recorded_collectives(point_to_point: bool) -> Iterator[list[tuple[str, bool, bool]]]:
+    """Every collective while it runs: (name, whether it names its group, whether it carries fractions)."""
+    calls: list[tuple[str, bool, bool]] = []
+    patcher = Patcher()
+
+    def recorder(name: str, original: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            calls.append((name, kwargs.get("group") is not None, tensor.is_floating_point()))
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    # torch compares a pipeline's operations with its own functions, so they cannot be wrapped there
+    single = ("isend", "irecv") if point_to_point else ()
+    for name in ("all_gather_into_tensor", "all_reduce", "broadcast", *single):
+        patcher.set(torch.distributed, name, recorder(name, getattr(torch.distributed, name)))
+    try:
+        yield calls
+    finally:
+        patcher.restore()
+
+
 def step(layout: Layout, objective: Any) -> dict[str, Any]:
     """One forward and backward pass over the global batch, gradients finalized as the optimizer would see them."""
     from megatron.core import parallel_state
@@ -212,15 +239,16 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
     elif layout.batches == "cut":
         cp_group = parallel_state.get_context_parallel_group()
         batches = [shard(item, None, cp_group, layout.cp_layout) for item in batches]
-    get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=iter(batches),
-        model=[wrapped],
-        num_microbatches=len(batches),
-        seq_length=LENGTH,
-        micro_batch_size=layout.micro_batch,
-        forward_only=layout.evaluate,
-    )
+    with recorded_collectives(point_to_point=layout.pp == 1) as collectives:
+        get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(batches),
+            model=[wrapped],
+            num_microbatches=len(batches),
+            seq_length=LENGTH,
+            micro_batch_size=layout.micro_batch,
+            forward_only=layout.evaluate,
+        )
     grads, group = {}, parallel_state.get_tensor_model_parallel_group()
     for name, parameter in model.named_parameters():
         grad = parameter.main_grad.clone()
@@ -234,7 +262,7 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
             else:
                 grad = torch.cat(shards, parameter.partition_dim)
         grads[name] = grad
-    out: dict[str, Any] = {"grads": grads, "loss": None}
+    out: dict[str, Any] = {"grads": grads, "loss": None, "collectives": collectives}
     attachment = attached(config) if objective is not None else None
     if attachment is not None and attachment.loss_sums is not None:
         sums = torch.cat([attachment.loss_sums, attachment.meter.state()])
@@ -281,7 +309,11 @@ def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
     for name, _, _ in cases:
         errors = [r[name]["error"] for r in ranks if name in r and "error" in r[name]]
         assert not errors, f"{name}:\n" + "\n".join(errors)
-        merged: dict[str, Any] = {"loss": None, "grads": {}}
+        merged: dict[str, Any] = {
+            "loss": None,
+            "grads": {},
+            "collectives": [rank[name]["collectives"] for rank in ranks],
+        }
         for rank in ranks:
             merged["grads"].update({k: v for k, v in rank[name]["grads"].items() if k.startswith("mtp.")})
             if rank[name]["loss"] is not None:

@@ -1,0 +1,113 @@
+"""What cannot work says so before training starts, with what to do instead.
+
+Each of these was accepted by Megatron and then hung, failed late, or trained on wrong numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.transformer.enums import LayerType
+
+from bebop_megatron.mcore import compat
+from bebop_megatron.mcore.checkpoints import latest_iteration_dir
+
+
+def _mtp_stages(config: Any) -> list[int]:
+    """Pipeline ranks on which a layout puts MTP layers; none without a layout: Megatron then takes the last."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is None or not config.mtp_num_layers:
+        return []
+    return [rank for rank, chunks in enumerate(layout.layout) if any(LayerType.mtp in chunk for chunk in chunks)]
+
+
+def check_config(config: Any) -> None:
+    """Refuse a Megatron model config that cannot train MTP heads.
+
+    Raises:
+        ValueError: MTP layers on pipeline rank 0; a virtual pipeline on two ranks without overlapped p2p; fp8 or fp4
+            without Transformer Engine; latent attention under tensor parallelism without sequence parallelism.
+    """
+    stages = config.pipeline_model_parallel_size
+    if stages > 1 and 0 in _mtp_stages(config):
+        raise ValueError(
+            "--pipeline-model-parallel-layout puts MTP layers (m) on pipeline rank 0, where the first batch hangs: "
+            f"give every m to a stage of another rank. With {stages} ranks, stages 1, {stages + 1}, {2 * stages + 1}, "
+            "... of the layout belong to rank 0"
+        )
+    if config.virtual_pipeline_model_parallel_size and stages == 2 and not config.overlap_p2p_comm:
+        raise ValueError(
+            "a virtual pipeline on two ranks needs overlapped point-to-point communication: both neighbours are the "
+            "same rank, and batched messages are taken for each other. Drop --no-overlap-p2p-communication "
+            "(in a config: overlap_p2p_comm=True, batch_p2p_comm=False)"
+        )
+    for name in ("fp8", "fp4"):
+        if getattr(config, name, None) and not compat.have_transformer_engine():
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} needs Transformer Engine, which is not installed: without it "
+                f"Megatron ignores the setting and trains in {config.params_dtype}. Install the te extra, or drop "
+                f"--{name}-format"
+            )
+    if config.multi_latent_attention and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            "multi-latent attention under tensor parallelism needs --sequence-parallel: without it each rank keeps "
+            "only its own heads' part of the gradient of the rotary key"
+        )
+
+
+def check_hybrid(pattern: str, layout: Any) -> None:
+    """Refuse a HybridModel whose MTP layers are not on the stage that computes the loss.
+
+    Raises:
+        ValueError: the layout gives MTP layers a stage of their own, or the pattern leaves the last stage to them.
+    """
+    main, _, heads = pattern.partition("/")
+    if not heads:
+        return
+    text = "" if layout is None else str(getattr(layout, "input_data", layout))
+    last = text.rsplit("|", 1)[-1]
+    if "m" in text and ("m" not in last or "t" not in last):
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text}: HybridModel computes its MTP layers on the last stage, together "
+            "with the last backbone layers. Drop the layout and mark the stages with | in --hybrid-layer-pattern, for "
+            "example G-G-|G-*-/*-"
+        )
+    if "|" in main and not main.rsplit("|", 1)[1]:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern}: its last stage has no backbone layer. HybridModel has no stage of MTP "
+            "layers alone: move the last | one layer or more to the left"
+        )
+
+
+def check_resharding(args: Any, checkpoint: Path | None) -> None:
+    """Refuse to resume a distributed optimizer under another tensor or pipeline size from a flat format.
+
+    Raises:
+        ValueError: the checkpoint's optimizer state cannot be cut anew.
+    """
+    if checkpoint is None or not args.use_distributed_optimizer or args.finetune or args.no_load_optim:
+        return
+    saved = compat.checkpoint_layout(latest_iteration_dir(checkpoint))
+    if saved is None or saved.optimizer is None or saved.optimizer in compat.RESHARDABLE:
+        return
+    wanted = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    if (saved.tensor, saved.pipeline) != wanted:
+        raise ValueError(
+            f"{checkpoint} was saved with tensor x pipeline size {saved.tensor} x {saved.pipeline} and the optimizer "
+            f"format {saved.optimizer}, which cannot be cut into {wanted[0]} x {wanted[1]}. Resume once under the old "
+            "sizes with --dist-ckpt-optim-fully-reshardable and save; or start the optimizer anew with --no-load-optim"
+        )
+
+
+def check_arguments(args: Any, config: Any, checkpoint: Path | None) -> None:
+    """Every refusal that a command line can earn; `config` is Megatron's transformer config.
+
+    Raises:
+        ValueError: in the user's words.
+    """
+    if config.mtp_num_layers:
+        if args.hybrid_layer_pattern:
+            check_hybrid(args.hybrid_layer_pattern, args.pipeline_model_parallel_layout)
+        check_config(config)
+    check_resharding(args, checkpoint)

@@ -1,0 +1,630 @@
+"""Small models of every kind Megatron builds, cut up in every way four CPU processes can hold; results come as data.
+
+Weights are set by global parameter name and cut per layout, so each layout starts from the same model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import logging
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB, LENGTH, SEQUENCES = 64, 12, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one layout.
+
+    `packed` puts two documents in each sequence; `frozen` takes the backbone out of training; `nudge` moves the first
+    MTP layer's weights along `direction`.
+    `mode` is train, eval, no-labels (the model sees no labels, as in RL) or last-masked (what no-labels must equal).
+    `kind` names an entry of MODELS; `stages` is Megatron's pipeline layout, or the hybrid pattern with `|`; `steps`
+    counts optimizer steps (0: gradients only); `saved_as` is the layout that writes the checkpoint it starts from.
+    """
+
+    kind: str = "dense"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    vpp: int | None = None
+    micro_batch: int = 1
+    stages: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    loss: str | None = "tv"
+    joint: bool = False
+    saved_as: Case | None = None
+    mode: str = "train"
+    packed: bool = False
+    frozen: bool = False
+    nudge: float = 0.0
+
+
+_BASE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 24,
+    "use_cpu_initialization": True,
+    "pipeline_dtype": torch.float32,
+    "mtp_num_layers": 2,
+    "mtp_use_repeated_layer": True,
+    "mtp_loss_scaling_factor": 0.3,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "bias_dropout_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_grouped_gemm": False,
+}
+_LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4,
+    "apply_rope_fusion": False,
+    "qk_layernorm": True,
+}
+_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied": True},
+    "distinct": {"mtp_use_repeated_layer": False},
+    "moe": _EXPERTS,
+    # DeepSeek-V3: router bias instead of a balancing loss
+    "moe-mla": _EXPERTS | _LATENT | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+    "mla": _LATENT,
+    "hybrid": _DELTA | {"pattern": "G-G-G-*-/*-/*-", "num_layers": 8},
+    "hybrid-moe": _DELTA | _EXPERTS | {"pattern": "GEGEGE*E/*E/*E", "num_layers": 8},
+}
+
+
+def global_batch() -> dict[str, torch.Tensor]:
+    """Sequences with no valid anchor, one, and many."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
+    mask = torch.zeros(SEQUENCES, LENGTH)
+    mask[1, 5:8] = 1
+    mask[2] = 1
+    mask[3] = (torch.rand(LENGTH, generator=generator) < 0.8).float()
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH).expand(SEQUENCES, -1).contiguous(),
+    }
+
+
+def global_name(name: str, chunk: Any) -> str:
+    """The name a parameter has in a model that is not cut up."""
+    from megatron.core import parallel_state
+
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        # a stage without the embedding holds it as its LM head
+        return "embedding.word_embeddings.weight"
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        local = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        parts[at] = str(int(parts[at]) + local * parallel_state.get_expert_model_parallel_rank())
+    return ".".join(parts)
+
+
+def _is_sharded(parameter: Any) -> bool:
+    from megatron.core import parallel_state
+
+    # experts are not cut by tensor parallelism here: gloo has no uneven all-gather
+    return (
+        getattr(parameter, "tensor_model_parallel", False)
+        and getattr(parameter, "allreduce", True)
+        and parallel_state.get_tensor_model_parallel_world_size() > 1
+    )
+
+
+def _sections(name: str, size: int, config: Any) -> list[int]:
+    """Blocks along the sharded dimension that are cut on their own: gate and up, or the inputs of a delta net."""
+    if "linear_fc1" in name:
+        return [size // 2] * 2
+    keys = (config.linear_key_head_dim or 0) * (config.linear_num_key_heads or 0)
+    values = (config.linear_value_head_dim or 0) * (config.linear_num_value_heads or 0)
+    if "conv1d" in name:
+        return [keys, keys, values]
+    if "self_attention.in_proj.weight" in name:
+        return [keys, keys, values, values, config.linear_num_value_heads, config.linear_num_value_heads]
+    return [size]
+
+
+def direction(name: str, shape: list[int] | torch.Size) -> torch.Tensor:
+    """A fixed random direction for a weight."""
+    generator = torch.Generator().manual_seed(int(hashlib.md5(f"{name} moves".encode()).hexdigest()[:8], 16))
+    return torch.randn(shape, generator=generator)
+
+
+def same_weights_everywhere(chunk: Any) -> None:
+    """Initialise by global parameter name and full shape, then cut."""
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in chunk.named_parameters():
+        sharded, shape = _is_sharded(parameter), list(parameter.shape)
+        if sharded:
+            shape[parameter.partition_dim] *= tp
+        known = global_name(name, chunk)
+        generator = torch.Generator().manual_seed(int(hashlib.md5(known.encode()).hexdigest()[:8], 16))
+        value = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            value = 0.1 * value + (0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0)
+        else:
+            value = 0.25 * value
+        if sharded:
+            at = parameter.partition_dim
+            blocks = value.split(_sections(name, shape[at], chunk.config), at)
+            value = torch.cat([block.chunk(tp, at)[rank] for block in blocks], at)
+        parameter.data.copy_(value)
+
+
+def whole(name: str, value: torch.Tensor, parameter: Any, config: Any) -> torch.Tensor:
+    """Put the tensor-parallel shards of a gradient or weight together."""
+    from megatron.core import parallel_state
+
+    if not _is_sharded(parameter):
+        return value.clone()
+    tp, at = parallel_state.get_tensor_model_parallel_world_size(), parameter.partition_dim
+    shards = [torch.empty_like(value) for _ in range(tp)]
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.distributed.all_gather(shards, value.contiguous(), group=group)
+    sizes = [size // tp for size in _sections(name, value.shape[at] * tp, config)]
+    blocks = zip(*(shard.split(sizes, at) for shard in shards), strict=True)
+    return torch.cat([block for section in blocks for block in section], at)
+
+
+def make_config(case: Case) -> tuple[Any, dict[str, Any]]:
+    """Megatron's config of a case, and what is not part of it: `tied`, `pattern`."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    settings = _BASE | MODELS[case.kind] | case.overrides
+    extra = {key: settings.pop(key, None) for key in ("tied", "pattern")}
+    if extra["pattern"] and case.stages:
+        extra["pattern"] = case.stages
+    elif case.stages:
+        settings["pipeline_model_parallel_layout"] = case.stages
+    if case.vpp:
+        # batched point-to-point calls give wrong losses here with a virtual pipeline
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        if not case.stages:
+            settings["virtual_pipeline_model_parallel_size"] = case.vpp
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    config = kind(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=1,
+        **({"sequence_parallel": case.tp > 1} | settings),
+    )
+    return config, extra
+
+
+_groups: list[Any] = []
+
+
+def _join_groups(case: Case, embedding_ranks: tuple[int, ...]) -> None:
+    """Megatron's process groups for a layout; each gloo group holds threads, so the last layout's are given back."""
+    from megatron.core import parallel_state
+    from torch.distributed import distributed_c10d
+
+    layout = [case.tp, case.pp, case.vpp, case.ep, embedding_ranks]
+    if _groups == layout:
+        return
+    _groups[:] = layout
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in [g for g in distributed_c10d._world.pg_map if g is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+    parallel_state.initialize_model_parallel(
+        case.tp,
+        case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=1,
+        get_embedding_ranks=lambda ranks: [ranks[stage] for stage in embedding_ranks],
+    )
+
+
+def _objective(case: Case, config: Any) -> None:
+    from bebop_megatron.config import ObjectiveConfig
+    from bebop_megatron.mcore import attach
+
+    if case.loss is None:
+        config.mtp_detach_heads = True
+    else:
+        attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))
+
+
+def build(case: Case) -> list[Any]:
+    """The model chunks of this rank, with Transformer Engine's parameter names."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    from bebop_megatron.pretrain import _embedding_ranks
+
+    config, extra = make_config(case)
+    # before the model is built: Megatron then gives MTP weights a clipping norm of their own
+    _objective(case, config)
+    tied = bool(extra["tied"])
+    _join_groups(case, tuple(_embedding_ranks(config, list(range(case.pp)), tied)))
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1)
+    chunks = []
+    for stage in range(case.vpp or 1):
+        vp_stage = stage if case.vpp else None
+        common = {
+            "config": config,
+            "vocab_size": VOCAB,
+            "max_sequence_length": LENGTH,
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            "position_embedding_type": "rope",
+            "share_embeddings_and_output_weights": tied,
+            "vp_stage": vp_stage,
+        }
+        if extra["pattern"]:
+            chunk = HybridModel(hybrid_stack_spec=hybrid_stack_spec, hybrid_layer_pattern=extra["pattern"], **common)
+        else:
+            decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+            last = get_gpt_decoder_layer_specs(config, use_transformer_engine=True, normalization="RMSNorm")[-1]
+            head = get_gpt_mtp_block_spec(config, last, use_transformer_engine=True, vp_stage=vp_stage)
+            chunk = GPTModel(transformer_layer_spec=decoder, mtp_block_spec=head, **common)
+        same_weights_everywhere(chunk)
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(not case.frozen or name.startswith("mtp."))
+            if case.nudge and name.startswith("mtp.layers.0."):
+                parameter.data += case.nudge * direction(name, parameter.shape)
+        chunks.append(chunk)
+    return chunks
+
+
+def make_forward_step(denominator: float, labels_given: bool) -> Any:
+    """Megatron's forward step; the language-model loss is normalised by a constant, so that it fits every layout."""
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        if labels_given:
+            known = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+        else:
+            batch = batch[0]
+            # without labels a mask says which tokens may be targets: the next position's label is this token
+            known = {"loss_mask": batch["loss_mask"].roll(1, 1)}
+        if "cu_seqlens" in batch:
+            from megatron.core.packed_seq_params import PackedSeqParams
+
+            bounds = batch["cu_seqlens"][0]
+            known["packed_seq_params"] = PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
+            )
+        out = model(batch["tokens"], batch["position_ids"], None, **known)
+
+        def loss(output: torch.Tensor) -> Any:
+            from megatron.core.utils import get_model_config
+
+            if not labels_given:
+                output = torch.nn.functional.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
+            total = (output.float() * batch["loss_mask"]).sum()
+            if get_model_config(model).calculate_per_token_loss:
+                return total, batch["loss_mask"].sum().to(torch.int), {"lm": total.detach()}
+            return total / denominator, {"lm": total.detach()}
+
+        return out, loss
+
+    return forward_step
+
+
+def wrap(case: Case, chunks: list[Any]) -> list[Any]:
+    """Megatron's data-parallel wrapper, with the functions its training loop would set."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    config = chunks[0].config
+    settings = {"use_distributed_optimizer": case.optimizer.get("use_distributed_optimizer", False)} | case.ddp
+    ddp = DistributedDataParallelConfig(**settings)
+    wrapped = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
+    ]
+    one = lambda functions: functions if len(functions) > 1 else functions[0]  # noqa: E731
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = one([chunk.no_sync for chunk in wrapped])
+    if ddp.overlap_param_gather and ddp.align_param_gather:
+        config.param_sync_func = one([chunk.start_param_sync for chunk in wrapped])
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    return wrapped
+
+
+def forward_backward(case: Case, wrapped: list[Any]) -> list[dict[str, torch.Tensor]]:
+    """Megatron's schedule over this rank's part of the global batch."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batch, dp = global_batch(), parallel_state.get_data_parallel_world_size()
+    if case.mode in ("no-labels", "last-masked"):
+        batch["loss_mask"][:, -1] = 0
+    per_rank = SEQUENCES // dp
+    first, count = parallel_state.get_data_parallel_rank() * per_rank, per_rank // case.micro_batch
+    batches = [
+        {k: v[first + i * case.micro_batch : first + (i + 1) * case.micro_batch] for k, v in batch.items()}
+        for i in range(count)
+    ]
+    if case.packed:
+        for item in batches:
+            item["cu_seqlens"] = torch.tensor([[0, 5, LENGTH]], dtype=torch.int32)
+    if case.mode == "no-labels":
+        # a reinforcement-learning loop's own form, which cannot be counted ahead
+        batches = [(item,) for item in batches]
+    iterators = [iter(batches) for _ in wrapped]
+    return get_forward_backward_func()(
+        forward_step_func=make_forward_step(float(batch["loss_mask"].sum()) / (dp * count), case.mode != "no-labels"),
+        data_iterator=iterators if len(wrapped) > 1 else iterators[0],
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=count,
+        seq_length=LENGTH,
+        micro_batch_size=case.micro_batch,
+        forward_only=case.mode == "eval",
+    )
+
+
+def make_optimizer(case: Case, wrapped: list[Any]) -> Any:
+    """Adam with an epsilon far above the gradients, so that a step is linear in them and rounding stays small."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    defaults = {"optimizer": "adam", "lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.01, "clip_grad": 0.0}
+    config = OptimizerConfig(**(defaults | {"params_dtype": torch.float32} | case.optimizer))
+    return get_megatron_optimizer(config, wrapped)
+
+
+def _sharded(chunks: list[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    if optimizer is not None:
+        model = {key: value for part in state.values() for key, value in part.items()}
+        if len(chunks) == 1:
+            model = state["model0"]
+        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    return state
+
+
+def save(chunks: list[Any], optimizer: Any, folder: Path) -> None:
+    """Write a checkpoint that any layout can read."""
+    from megatron.core import dist_checkpointing
+
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save(_sharded(chunks, optimizer, False), str(folder))
+    torch.distributed.barrier()
+
+
+def load(chunks: list[Any], optimizer: Any, folder: Path) -> None:
+    """Read a checkpoint into chunks whose weights are known to be others."""
+    from megatron.core import dist_checkpointing
+
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(0.01)
+    state = dist_checkpointing.load(_sharded(chunks, optimizer, True), str(folder))
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{i}"], strict=True)
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.reload_model_params()
+
+
+def _collect(wrapped: list[Any], read: Any) -> dict[str, torch.Tensor]:
+    out = {}
+    for chunk in wrapped:
+        model = chunk.module
+        for name, parameter in model.named_parameters():
+            if model.share_embeddings_and_output_weights and name == "output_layer.weight" and model.mtp_process:
+                # beside MTP layers a tied LM head multiplies by the embedding, and this weight is idle
+                continue
+            out[global_name(name, model)] = whole(name, read(parameter), parameter, model.config)
+    return out
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Run one case on this rank: loss and acceptance, finalized gradients, weights after its optimizer steps."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+
+    from bebop_megatron.mcore import attached
+
+    out: dict[str, Any] = {}
+    if case.saved_as is not None:
+        source = dataclasses.replace(case.saved_as, steps=case.steps and 1)
+        run_and_save(source, folder)
+        out["keys"] = list(load_tensors_metadata(str(folder)))
+    chunks = build(case)
+    config = chunks[0].config
+    if case.saved_as is not None and not case.steps:
+        load(chunks, None, folder)
+    wrapped = wrap(case, chunks)
+    for chunk in wrapped:
+        chunk.train(case.mode != "eval")
+    optimizer = make_optimizer(case, wrapped) if case.steps else None
+    if case.saved_as is not None and optimizer is not None:
+        load(chunks, optimizer, folder)
+    done = 1 if case.saved_as is not None else 0
+    for _ in range(max(1, case.steps - done)):
+        attachment = attached(config)
+        if attachment is not None:
+            attachment.loss_sums = None
+            attachment.meter.reset()
+        if optimizer is not None:
+            optimizer.zero_grad()
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        losses = forward_backward(case, wrapped)
+        if optimizer is not None:
+            out["grad_norm"] = optimizer.step()[1]
+    out["lm"] = float(sum(float(item["lm"]) for item in losses)) if losses else None
+    out["grads"] = _collect(wrapped, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
+    if case.ddp.get("overlap_param_gather"):
+        for chunk in wrapped:
+            # as before a checkpoint: updated weights are otherwise gathered by the next forward pass
+            chunk.start_param_sync(force_sync=True)
+    out["weights"] = _collect(wrapped, lambda p: p.detach()) if case.steps else {}
+    attachment = attached(config)
+    if attachment is not None and attachment.loss_sums is not None:
+        total = torch.cat([attachment.loss_sums, attachment.meter.state().double()])
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        out["loss"], out["alpha"] = float(total[0] / total[1]), total[2:]
+    return out
+
+
+def run_and_save(case: Case, folder: Path) -> None:
+    """Build a case, make its optimizer step where it has one, and save."""
+    chunks = build(case)
+    wrapped = wrap(case, chunks)
+    optimizer = make_optimizer(case, wrapped) if case.steps else None
+    if optimizer is not None:
+        optimizer.zero_grad()
+        forward_backward(case, wrapped)
+        optimizer.step()
+    save(chunks, optimizer, folder)
+
+
+def _rank_main(rank: int, world: int, folder: str, port: int, cases: dict[str, Case]) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    limit = timedelta(seconds=60)
+    # a file store is read again for each of Megatron's fifty process groups
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    # Megatron would start a Python process per rank for a queue that only its asynchronous writer needs
+    filesystem_async._results_queue = queue.Queue()
+    out: dict[str, Any] = {}
+    for index, (name, case) in enumerate(cases.items()):
+        try:
+            out[name] = run_case(case, Path(folder) / f"checkpoint{index}")
+        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
+            out[name] = {"error": traceback.format_exc()}
+            break
+    torch.save(out, f"{folder}/rank{rank}.pt")
+    # ranks that failed leave at once: the others must not wait for them
+    os._exit(0)
+
+
+def _worlds_main(folder: str, worlds: dict[int, dict[str, Case]]) -> None:
+    """Import Megatron once, then fork every rank of every world: each rank on its own would spend seconds importing."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    from bebop_megatron.mcore import install
+    from bebop_megatron.platform import enter
+
+    enter()
+    install()
+    import megatron.core.dist_checkpointing
+    import megatron.core.optimizer  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    for world, cases in worlds.items():
+        inside = f"{folder}/{world}"
+        os.mkdir(inside)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = [(rank, world, inside, store.port, cases) for rank in range(world)]
+        ranks = [fork.Process(target=_rank_main, args=each) for each in arguments]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+
+
+def _merge(cases: dict[str, Case], ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    for name in cases:
+        errors = [f"rank {i}:\n{r[name]['error']}" for i, r in enumerate(ranks) if "error" in r.get(name, {})]
+        assert not errors, f"{name}:\n" + "\n".join(errors)
+        merged: dict[str, Any] = {"grads": {}, "weights": {}, "drifted": []}
+        for rank in ranks:
+            for weight, value in rank[name]["weights"].items():
+                if not torch.allclose(value, merged["weights"].get(weight, value), rtol=1e-5, atol=1e-6):
+                    merged["drifted"].append(weight)
+            for key in ("grads", "weights"):
+                merged[key].update(rank[name][key])
+            merged |= {k: v for k, v in rank[name].items() if k not in ("grads", "weights") and v is not None}
+        results[name] = merged
+    return results
+
+
+def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
+    """Run each table of cases in its world of processes.
+
+    Gives name -> loss, acceptance, gradients and weights under their global names.
+
+    Raises:
+        AssertionError: with the traceback of every rank that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        parent = multiprocessing.get_context("spawn").Process(target=_worlds_main, args=(folder, worlds))
+        parent.start()
+        parent.join()
+        results: dict[str, dict[str, Any]] = {}
+        for world, cases in worlds.items():
+            files = [Path(folder) / str(world) / f"rank{rank}.pt" for rank in range(world)]
+            assert all(file.exists() for file in files), f"a rank of the world of {world} processes died"
+            results |= _merge(cases, [torch.load(file, weights_only=True) for file in files])
+    return results

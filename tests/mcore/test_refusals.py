@@ -1,0 +1,114 @@
+"""Refusals come before training, name the flag, and say what to do. Catches a run that hangs or trains on nonsense."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from bebop_megatron.mcore import compat, refusals
+
+
+def config(**settings):
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    base = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "mtp_num_layers": 2,
+        "pipeline_dtype": torch.float32,
+    }
+    return kind(**(base | settings))
+
+
+OVERLAPPED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettttmm|L"}, "pipeline rank 0"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|tt|mm|L"} | OVERLAPPED,
+            r"stages 1, 3, 5, \.\.\. of the layout belong to rank 0",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "overlap_p2p_comm=True, batch_p2p_comm=False",
+        ),
+        ({"fp8": "hybrid"}, "needs Transformer Engine"),
+        ({"multi_latent_attention": True, "tensor_model_parallel_size": 2}, "--sequence-parallel"),
+    ],
+    ids=["m-on-rank-0", "m-on-rank-0-virtual", "virtual-without-overlap", "fp8", "latent-attention"],
+)
+def test_config_is_refused_with_what_to_do(settings, message, monkeypatch):
+    if settings.get("fp8") and compat.have_transformer_engine():
+        monkeypatch.setattr(compat, "have_transformer_engine", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        refusals.check_config(config(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ett|ttmmL"},
+        {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Ett|tt|mm|L"},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2} | OVERLAPPED,
+        {"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ],
+)
+def test_what_works_is_not_refused(settings):
+    refusals.check_config(config(**settings))
+
+
+def test_attach_refuses_too():
+    from bebop_megatron.config import ObjectiveConfig
+    from bebop_megatron.mcore import attach
+
+    with pytest.raises(ValueError, match="pipeline rank 0"):
+        attach(
+            config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettttmm|L"),
+            ObjectiveConfig(loss="tv"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "message"),
+    [
+        ("*-*-/*-", "Et*2|t*2|m|L", r"mark the stages with \| in --hybrid-layer-pattern"),
+        ("*-|*-||/*-", None, "its last stage has no backbone layer"),
+    ],
+)
+def test_hybrid_with_a_separate_mtp_stage_is_refused(pattern, layout, message):
+    with pytest.raises(ValueError, match=message):
+        refusals.check_hybrid(pattern, layout)
+
+
+def test_hybrid_with_mtp_on_the_last_stage_is_not_refused():
+    refusals.check_hybrid("G-G-|G-*-/*-", None)
+    refusals.check_hybrid("*-|*-|", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "refused"),
+    [("dp_reshardable", 2, True), ("dp_reshardable", 1, False), ("fully_reshardable", 2, False), (None, 2, False)],
+)
+def test_flat_optimizer_state_is_not_cut_anew(monkeypatch, tmp_path, kind, tensor, refused):
+    monkeypatch.setattr(refusals, "latest_iteration_dir", lambda root: root)
+    monkeypatch.setattr(compat, "checkpoint_layout", lambda folder: compat.SavedLayout(1, 1, kind))
+    args = argparse.Namespace(
+        use_distributed_optimizer=True,
+        finetune=False,
+        no_load_optim=False,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=1,
+    )
+    if refused:
+        with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
+            refusals.check_resharding(args, tmp_path)
+    else:
+        refusals.check_resharding(args, tmp_path)
