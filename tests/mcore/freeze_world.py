@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from tests.mcore.freeze_counts import counting
 from tests.mcore.world import LENGTH, VOCAB, _forward_step, same_weights_everywhere
 
 DEPTHS = 2
@@ -245,63 +246,6 @@ class Training:
         return found
 
 
-def _count(training: Training, counts: Counter[str]) -> None:
-    """Count forward passes, outputs that keep a graph, gradients that arrive, and gradient values reduced, by part."""
-    from bebop_megatron.schedule.freezing import part_of
-
-    def forward(name: str) -> Any:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            outputs = output if isinstance(output, tuple) else (output,)
-            counts.update([f"forward {part_of(name)}"])
-            if any(isinstance(o, torch.Tensor) and o.grad_fn is not None for o in outputs):
-                counts.update([f"graph {part_of(name)}"])
-
-        return hook
-
-    def backward(name: str) -> Any:
-        return lambda *_: counts.update([f"backward {part_of(name)}"])
-
-    all_reduce = torch.distributed.all_reduce
-    buffers = {id(bucket.grad_data) for group in training.wrapped.bucket_groups for bucket in group.buckets}
-
-    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if id(tensor) in buffers:
-            counts["reduced"] += tensor.numel()
-        return all_reduce(tensor, *args, **kwargs)
-
-    torch.distributed.all_reduce = counting
-
-    from bebop_megatron.mcore import loss_hook
-
-    objective = loss_hook.fused_linear_objective
-
-    def looking(*args: Any, **kwargs: Any) -> Any:
-        tied = training.case.tied
-        weight = training.model.shared_embedding_or_output_weight() if tied else training.model.output_layer.weight
-        group = training.wrapped.param_to_bucket_group[weight]
-        counts["weight on its way"] += group.param_gather_handle is not None
-        return objective(*args, **kwargs)
-
-    loss_hook.fused_linear_objective = looking
-
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-    communicate = P2PCommunicator._communicate
-
-    def sending(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts["gradients sent"] += kwargs["tensor_send_prev"] is not None
-        counts["gradients awaited"] += bool(kwargs["recv_next"])
-        return communicate(self, *args, **kwargs)
-
-    P2PCommunicator._communicate = sending
-
-    for name, module in training.model.named_modules():
-        if name and not list(module.children()):
-            module.register_forward_hook(forward(name))
-    for name, parameter in training.model.named_parameters():
-        parameter.register_hook(backward(name))
-
-
 def train(case: Case) -> dict[str, Any]:
     """Three cycles of the schedule; what a frozen part changed, what an active one did not, and counts by phase."""
     training = Training(case)
@@ -310,31 +254,18 @@ def train(case: Case) -> dict[str, Any]:
             training.step(iteration)
         training.settle()
         return {"bits": training.bits()}
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    counts: Counter[str] = Counter()
+    with counting(training, counts):
+        return _train_in_phases(training, counts)
 
-    from bebop_megatron.mcore import loss_hook
+
+def _train_in_phases(training: Training, counts: Counter[str]) -> dict[str, Any]:
+    from bebop_megatron.mcore import attached
     from bebop_megatron.schedule.freezing import parameters_of
 
-    communicate = P2PCommunicator._communicate
-    all_reduce, objective = torch.distributed.all_reduce, loss_hook.fused_linear_objective
-    try:
-        return _train_in_phases(
-            training,
-            case,
-            {part: sum(p.numel() for p in parameters_of([training.model], part)) for part in ("backbone", "mtp")},
-        )
-    finally:
-        torch.distributed.all_reduce, loss_hook.fused_linear_objective = all_reduce, objective
-        P2PCommunicator._communicate = communicate
-
-
-def _train_in_phases(training: Training, case: Case, sizes: dict[str, int]) -> dict[str, Any]:
-    from bebop_megatron.mcore import attached
-
-    counts: Counter[str] = Counter()
+    case = training.case
     losses: list[str] = []
     lm_losses: list[float] = []
-    _count(training, counts)
     changed_while_frozen, still_while_active, by_phase = set(), set(), {}
     entry: dict[str, torch.Tensor] = {}
     for iteration in range(case.iterations):
@@ -361,7 +292,7 @@ def _train_in_phases(training: Training, case: Case, sizes: dict[str, int]) -> d
         "changed while frozen": sorted(changed_while_frozen),
         "still while active": sorted(still_while_active),
         "counts": {name: dict(c) for name, c in by_phase.items()},
-        "numel": sizes,
+        "numel": {part: sum(p.numel() for p in parameters_of([training.model], part)) for part in ("backbone", "mtp")},
         "losses": losses,
         "lm losses": lm_losses,
         "bits": training.bits(),
@@ -389,15 +320,6 @@ def _rank_main(rank: int, world: int, folder: str, cases: dict[str, Case]) -> No
             break
     torch.save(out, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
-
-
-def run(world: int, cases: dict[str, Case]) -> dict[str, list[dict[str, Any]]]:
-    """Run cases in one world of `world` processes: name -> what each rank found.
-
-    Raises:
-        AssertionError: with the traceback of every rank that failed.
-    """
-    return run_worlds({world: cases})[world]
 
 
 def run_worlds(worlds: dict[int, dict[str, Case]]) -> dict[int, dict[str, list[dict[str, Any]]]]:

@@ -52,6 +52,7 @@ EXTRA = (
         "never frozen": Case(schedule="none", iterations=6),
         "stock never frozen": stock(Case(), tuple(range(6))),
         "reset": Case(schedule="backbone:2,mtp:1", iterations=6, options={"phase_reset_moments": True}),
+        "clipped": Case(schedule="mtp:1,none:1", iterations=2, options={"clip_grad": 1e-3}),
         "objective": Case(schedule="backbone:1@kl,none:1", iterations=4),
     }
 )
@@ -159,6 +160,13 @@ def test_each_part_counts_its_own_steps(found):
     reset = found[1]["reset"][0]["bits"]
     assert {int(v) for k, v in reset.items() if k.startswith("mtp") and k.endswith((" step", " steps"))} == {2}
     assert {int(v) for k, v in reset.items() if k.startswith("backbone") and k.endswith(" steps")} == {2}
+
+
+def test_head_is_clipped_by_its_own_norm_also_if_it_was_frozen_first(found):
+    bits = found[1]["clipped"][0]["bits"]
+    gradient = torch.cat([v.flatten() for key, v in bits.items() if key.startswith("mtp") and key.endswith(" exp_avg")])
+    # the first moment after one step is a tenth of the gradient
+    assert float(gradient.norm()) == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
 def test_phase_objective_holds_for_its_phase(found):
