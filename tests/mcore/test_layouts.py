@@ -45,9 +45,8 @@ FOUR = {
 }
 
 
-# what each layout of a context-parallel or packed batch is compared with: one process, documents one by one
+# one process, documents one by one: what layouts of the same data are compared with
 REFERENCES = {
-    "plain": Layout(),
     "learned": Layout(positions="learned_absolute"),
     "packed": Layout(data="documents"),
     "padded": Layout(data="ragged-documents"),
@@ -86,19 +85,34 @@ CONTEXT_FOUR = {
     "padded-pp2-cp2": Layout(pp=2, cp=2, data="padded"),
     "padded-dp2-cp2": Layout(dp=2, cp=2, data="padded"),
 }
-CONTEXT_OBJECTIVES = ("tv", "lk")
+
+
+def cases(table, kinds):
+    return [(f"{name}/{kind}", layout, OBJECTIVES[kind]) for name, layout in table.items() for kind in kinds]
+
+
+def reference(name):
+    """The case that computes the same data on one process."""
+    layout, kind = name.split("/")
+    data = layout.split("-")[0]
+    return f"{data if data in REFERENCES else 'plain'}/{kind}"
 
 
 @pytest.fixture(scope="module")
 def single():
-    return run([(name, Layout(), objective) for name, objective in OBJECTIVES.items()])
+    return run(cases({"plain": Layout()}, OBJECTIVES) + cases(REFERENCES, ("tv", "lk")))
 
 
-@pytest.fixture(scope="module", params=[ONE, TWO, FOUR], ids=["one", "two", "four"])
+WORLDS = {
+    "one": cases(ONE, OBJECTIVES) + cases(CONTEXT_ONE, ("tv", "lk")),
+    "two": cases(TWO, OBJECTIVES) + cases(CONTEXT_TWO, ("tv", "lk")),
+    "four": cases(FOUR, OBJECTIVES) + cases(CONTEXT_FOUR, ("tv",)),
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def world(request):
-    return run(
-        [(f"{name}/{kind}", layout, OBJECTIVES[kind]) for name, layout in request.param.items() for kind in OBJECTIVES]
-    )
+    return run(WORLDS[request.param])
 
 
 def same_numbers(name, result, expected):
@@ -115,29 +129,13 @@ def same_numbers(name, result, expected):
 
 def test_loss_alpha_and_mtp_gradients_equal_the_single_process(single, world):
     for name, result in world.items():
-        same_numbers(name, result, single[name.split("/")[1]])
-
-
-@pytest.fixture(scope="module")
-def documents_alone():
-    return run(
-        [(f"{n}/{kind}", layout, OBJECTIVES[kind]) for n, layout in REFERENCES.items() for kind in CONTEXT_OBJECTIVES]
-    )
-
-
-@pytest.mark.parametrize("table", [CONTEXT_ONE, CONTEXT_TWO, CONTEXT_FOUR], ids=["one", "two", "four"])
-def test_context_parallel_and_packed_batches_equal_the_single_process(documents_alone, table):
-    results = run(
-        [(f"{n}/{kind}", layout, OBJECTIVES[kind]) for n, layout in table.items() for kind in CONTEXT_OBJECTIVES]
-    )
-    for name, result in results.items():
-        layout, kind = name.split("/")
-        same_numbers(name, result, documents_alone[f"{layout.split('-')[0]}/{kind}"])
+        same_numbers(name, result, single[reference(name)])
 
 
 def test_detached_heads_leave_backbone_embedding_and_lm_head_alone(single):
     stock = run([("no-mtp-loss", Layout(overrides={"mtp_loss_scaling_factor": 0.0}), ObjectiveConfig(loss="ce"))])
-    for name, result in single.items():
+    for name in (f"plain/{kind}" for kind in OBJECTIVES):
+        result = single[name]
         for key, grad in stock["no-mtp-loss"]["backbone"].items():
             if not key.startswith("mtp."):
                 torch.testing.assert_close(result["backbone"][key], grad, rtol=0, atol=0, msg=f"{name} {key}")
