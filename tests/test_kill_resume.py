@@ -51,9 +51,11 @@ def test_killed_run_resumes_under_another_layout_with_the_same_losses(tmp_path):
     assert uninterrupted.returncode == 0, uninterrupted.stderr[-3000:]
     expected = log(uninterrupted.stdout)
     saved = run_until_killed(tmp_path, seed)
-    resumed = pretrain(
-        *RUN, "--load", str(tmp_path), "--tensor-model-parallel-size", "2", "--sequence-parallel", processes=2
-    )
+    layout = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    refused = pretrain(*RUN, *layout, "--load", str(tmp_path), processes=2)
+    assert "--make-vocab-size-divisible-by 64" in refused.stderr
+    layout += ["--make-vocab-size-divisible-by", "64"]
+    resumed = pretrain(*RUN, *layout, "--load", str(tmp_path), processes=2)
     assert resumed.returncode == 0, (seed, resumed.stderr[-3000:])
     lines = log(resumed.stdout)
     assert sorted(lines) == list(range(saved + 1, ITERATIONS + 1)), seed

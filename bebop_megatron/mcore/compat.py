@@ -151,11 +151,12 @@ RESHARDABLE = frozenset({"fully_reshardable", "fully_sharded_model_space", "fsdp
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """How a checkpoint was cut: tensor and pipeline size, and the distributed optimizer's format if it has one."""
+    """How a checkpoint was cut: sizes, the distributed optimizer's format if it has one, rows of the padded LM head."""
 
     tensor: int
     pipeline: int
     optimizer: str | None
+    padded_vocab: int | None = None
 
 
 def checkpoint_layout(folder: Path) -> SavedLayout | None:
@@ -164,11 +165,16 @@ def checkpoint_layout(folder: Path) -> SavedLayout | None:
 
     common = dist_checkpointing.load_common_state_dict(str(folder))
     args = common.get("args")
-    if args is None or getattr(args, "no_save_optim", False):
+    if args is None:
         return None
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
-    kind = metadata.get("distrib_optim_sharding_type") if args.use_distributed_optimizer else None
-    return SavedLayout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, kind)
+    sharded = args.use_distributed_optimizer and not getattr(args, "no_save_optim", False)
+    return SavedLayout(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        metadata.get("distrib_optim_sharding_type") if sharded else None,
+        getattr(args, "padded_vocab_size", None),
+    )
 
 
 # what freeze schedules rebind; installed only where there is one

@@ -80,24 +80,41 @@ def check_hybrid(pattern: str, layout: Any) -> None:
         )
 
 
-def check_resharding(args: Any, checkpoint: Path | None) -> None:
-    """Refuse to resume a distributed optimizer under another tensor or pipeline size from a flat format.
-
-    Raises:
-        ValueError: the checkpoint's optimizer state cannot be cut anew.
-    """
-    if checkpoint is None or not args.use_distributed_optimizer or args.finetune or args.no_load_optim:
-        return
-    saved = compat.checkpoint_layout(latest_iteration_dir(checkpoint))
-    if saved is None or saved.optimizer is None or saved.optimizer in compat.RESHARDABLE:
+def _check_optimizer(args: Any, checkpoint: Path, saved: compat.SavedLayout) -> None:
+    if not args.use_distributed_optimizer or args.finetune or args.no_load_optim:
         return
     wanted = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-    if (saved.tensor, saved.pipeline) != wanted:
+    if saved.optimizer not in (None, *compat.RESHARDABLE) and (saved.tensor, saved.pipeline) != wanted:
         raise ValueError(
             f"{checkpoint} was saved with tensor x pipeline size {saved.tensor} x {saved.pipeline} and the optimizer "
             f"format {saved.optimizer}, which cannot be cut into {wanted[0]} x {wanted[1]}. Resume once under the old "
             "sizes with --dist-ckpt-optim-fully-reshardable and save; or start the optimizer anew with --no-load-optim"
         )
+
+
+def _check_vocabulary(args: Any, checkpoint: Path, saved: compat.SavedLayout) -> None:
+    padded, tensor = args.padded_vocab_size, args.tensor_model_parallel_size
+    if None in (padded, saved.padded_vocab) or padded == saved.padded_vocab or saved.padded_vocab % tensor:
+        return
+    raise ValueError(
+        f"the vocabulary is padded to {padded} under --tensor-model-parallel-size {tensor}, to {saved.padded_vocab} "
+        f"in {checkpoint}: the LM head's other rows would be untrained and take probability from every token. Keep the "
+        f"padding: --make-vocab-size-divisible-by {saved.padded_vocab // tensor}"
+    )
+
+
+def check_resharding(args: Any, checkpoint: Path | None) -> None:
+    """Refuse a checkpoint that this layout would read without an error of Megatron's, or with one after minutes.
+
+    Raises:
+        ValueError: a flat optimizer state under another tensor or pipeline size; a vocabulary padded differently.
+    """
+    if checkpoint is None:
+        return
+    saved = compat.checkpoint_layout(latest_iteration_dir(checkpoint))
+    if saved is not None:
+        _check_optimizer(args, checkpoint, saved)
+        _check_vocabulary(args, checkpoint, saved)
 
 
 def check_arguments(args: Any, config: Any, checkpoint: Path | None) -> None:

@@ -93,22 +93,36 @@ def test_hybrid_with_mtp_on_the_last_stage_is_not_refused():
     refusals.check_hybrid("*-|*-|", None)
 
 
+def arguments(monkeypatch, saved, **settings):
+    monkeypatch.setattr(refusals, "latest_iteration_dir", lambda root: root)
+    monkeypatch.setattr(compat, "checkpoint_layout", lambda folder: saved)
+    base = {
+        "use_distributed_optimizer": True,
+        "finetune": False,
+        "no_load_optim": False,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "padded_vocab_size": 128,
+    }
+    return argparse.Namespace(**(base | settings))
+
+
 @pytest.mark.parametrize(
     ("kind", "tensor", "refused"),
     [("dp_reshardable", 2, True), ("dp_reshardable", 1, False), ("fully_reshardable", 2, False), (None, 2, False)],
 )
 def test_flat_optimizer_state_is_not_cut_anew(monkeypatch, tmp_path, kind, tensor, refused):
-    monkeypatch.setattr(refusals, "latest_iteration_dir", lambda root: root)
-    monkeypatch.setattr(compat, "checkpoint_layout", lambda folder: compat.SavedLayout(1, 1, kind))
-    args = argparse.Namespace(
-        use_distributed_optimizer=True,
-        finetune=False,
-        no_load_optim=False,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=1,
-    )
+    args = arguments(monkeypatch, compat.SavedLayout(1, 1, kind), tensor_model_parallel_size=tensor)
     if refused:
         with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
             refusals.check_resharding(args, tmp_path)
     else:
         refusals.check_resharding(args, tmp_path)
+
+
+def test_vocabulary_padded_differently_is_refused_with_the_flag_that_keeps_it(monkeypatch, tmp_path):
+    saved = compat.SavedLayout(1, 1, None, padded_vocab=128)
+    args = arguments(monkeypatch, saved, tensor_model_parallel_size=2, padded_vocab_size=256)
+    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by 64"):
+        refusals.check_resharding(args, tmp_path)
+    refusals.check_resharding(arguments(monkeypatch, saved, tensor_model_parallel_size=2), tmp_path)
