@@ -17,7 +17,7 @@ from torch import Tensor
 from bebop_megatron.losses.rows import LocalRows, Overlap
 
 # columns a program works on at a time, and how many of them a thread holds: 16 bytes of a row in half precision
-_BLOCK = 4096
+_BLOCK = 2048
 _PER_THREAD = 8
 
 _MINUS_INFINITY = tl.constexpr(-torch.inf)
@@ -295,6 +295,12 @@ def _scale(side: LocalRows) -> Tensor:
 
 def _side(side: LocalRows, share: Tensor | None) -> tuple[Any, ...]:
     return side.values, side.values.stride(0), _scale(side), side.top, side.log_sum, share
+
+
+def bytes_per_logit(dtype: torch.dtype, *, reverse: bool, results: int, to_weight: bool) -> int:
+    """Memory for a logit: itself, which the last result replaces, and a weight's gradient takes that in fp32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return max(dtype.itemsize * results, dtype.itemsize + (wide.itemsize if to_weight and wide != dtype else 0))
 
 
 def local_rows(
