@@ -1,9 +1,9 @@
 """Triton's kernels compute what the specification says, and run when they are asked for.
 
 Catches: a kernel that differs from its PyTorch twin in any statistic or direction, a PyTorch fall-back that nobody
-asked for, fp32 copies of half-precision logits, rounding before the last step, 0 * inf, NaN that disappears, block borders,
-row strides taken for row lengths, ranks that hold padding only, and code that the interpreter takes and the compiler
-refuses. What each case does is in `kernel_cases.py`.
+asked for, fp32 copies of half-precision logits, rounding before the last step, 0 * inf, NaN that disappears, borders of
+blocks, row strides taken for row lengths, ranks that hold padding only, and code that the interpreter takes and the
+compiler refuses. What each case does is in `kernel_cases.py`.
 """
 
 from __future__ import annotations
