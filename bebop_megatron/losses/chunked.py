@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bebop_megatron.losses.backend import resolve
 from bebop_megatron.losses.comparison import Comparison
 from bebop_megatron.losses.label_loss import label_nll
 from bebop_megatron.losses.objectives import ObjectiveOutput, unit_blend
@@ -41,10 +42,16 @@ class _Inputs:
 
 def _row_limit(weight: Tensor, options: Options) -> int:
     """How many rows of logits fit into the byte budget: by the columns that every rank has, so that all cut alike."""
-    wide = torch.promote_types(weight.dtype, torch.float32).itemsize
-    # the backend's block, a second one of logits for the reverse direction, filtered copies, half-precision products
-    blocks = 1 + options.needs_reverse_kl + options.copies_target + (len(options.shares) - 1)
-    per_row = len(weight) * (wide * blocks + (weight.itemsize if weight.itemsize < wide else 0))
+    per_logit = resolve(options.backend, weight.device).bytes_per_logit(
+        weight.dtype,
+        reverse=options.needs_reverse_kl,
+        results=len(options.shares),
+        to_weight=weight.requires_grad,
+    )
+    if options.copies_target:
+        # a filtered copy
+        per_logit += torch.promote_types(weight.dtype, torch.float32).itemsize
+    per_row = len(weight) * per_logit
     budget = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
     return max(_MIN_ROWS, budget // max(per_row, 1))
 
@@ -115,9 +122,13 @@ def _add_weight_gradient(chunks: _Chunks, chunk: Chunk, stats: RowStats, weights
     """The chunk's logits a second time, because only now the weight of each row is known."""
     entries, compared = chunks.entries(chunk), chunks.compare(chunk)
     own = RowStats(**{name: value[entries] for name, value in vars(stats).items()})
-    blend = unit_blend(chunks.options, [w[entries] for w in weights], own.alpha)
+    rows = torch.stack([w[entries] for w in weights])
+    # what a row weighs goes with its hidden state: a direction in half precision would underflow
+    size = rows.abs().amax(0)
+    blend = unit_blend(chunks.options, list(torch.where(size > 0, rows / size, 0)), own.alpha)
     direction = compared.direction(own, blend, overwrite=True)
-    grad[: chunks.shard.columns].addmm_(direction.t().to(grad.dtype), chunks.hidden[entries].to(grad.dtype))
+    hidden = chunks.hidden[entries].to(grad.dtype) * size[:, None]
+    grad[: chunks.shard.columns].addmm_(direction.t().to(grad.dtype), hidden)
 
 
 @torch.no_grad()
@@ -295,9 +306,10 @@ def fused_linear_objective(
                 f"row_labels must be [{n}] and target_hidden hold a row for each, got {list(row_labels.shape)}"
             )
         row_nll = torch.zeros(n, dtype=torch.float32, device=draft_hidden.device)
+    weight = weight if weight_requires_grad else weight.detach()
     loss, *values = _FusedObjective.apply(
         draft_hidden,
-        weight if weight_requires_grad else weight.detach(),
+        weight,
         None if target_hidden is None else target_hidden.detach(),
         target_rows,
         labels,

@@ -55,6 +55,12 @@ class Overlap:
     rejected: Tensor
 
 
+def bytes_per_logit(dtype: torch.dtype, *, reverse: bool, results: int, to_weight: bool) -> int:
+    """Memory for a logit and all that is kept of it while `results` directions are made, the last in its place."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return wide.itemsize * (reverse + results) + (dtype.itemsize if wide != dtype else 0)
+
+
 def _block_rows(n: int, columns: int, device: torch.device) -> int:
     size = n if device.type != "cpu" else _BLOCK * torch.get_num_threads() // max(columns, 1)
     return max(1, min(size, n))
