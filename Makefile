@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check format clean
+.PHONY: help setup demo test test-fast check bench bench-quick format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install everything into it
 
@@ -33,6 +33,12 @@ check: $(READY) ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+bench: $(READY) ## Measure the loss: time, memory, figure and table (under eight minutes; on a quiet machine)
+	$(BIN)/python -m benchmarks.loss
+
+bench-quick: $(READY) ## The same on small sizes, into runs/bench/ (a minute or two)
+	$(BIN)/python -m benchmarks.loss --quick
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .

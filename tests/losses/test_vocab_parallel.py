@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 from bebop_megatron.losses import chunked, fused_linear_objective, vocab_parallel_objective
 from bebop_megatron.losses.options import Options
 from bebop_megatron.losses.plan import make_plan
+from tests.losses.collectives import counting
 from tests.losses.problem import KINDS, Hidden, Logits, hidden, logits, run_hidden, run_logits
 
 pytestmark = pytest.mark.dist
@@ -211,31 +211,6 @@ def check_half_precision(group: Any) -> None:
             parts = [torch.empty_like(grad) for _ in range(WORLD)]
             dist.all_gather(parts, grad, group=group)
             assert all(torch.equal(part, grad) for part in parts), f"{kind}, {dtype}: ranks differ"
-
-
-@contextmanager
-def counting(group: Any) -> Iterator[list[tuple[str, int]]]:
-    """Names and sizes of the collectives that run; each must name its group."""
-    calls: list[tuple[str, int]] = []
-    names = [name for name in dir(dist) if name.startswith(("all_", "broadcast", "reduce", "gather", "scatter"))]
-    originals = {name: getattr(dist, name) for name in names if callable(getattr(dist, name))}
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            assert kwargs.get("group") is group, f"{name} does not name its group"
-            tensor = args[1] if name.startswith("all_gather") else args[0]
-            calls.append((name, tensor.numel()))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counted(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def check_collectives_of_logits(group: Any) -> None:
