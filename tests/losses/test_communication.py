@@ -27,17 +27,19 @@ HIDDEN = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def formula(k: int, n: int, kind: str, dtype: torch.dtype) -> tuple[int, int]:
+def formula(k: int, n: int, kind: str, dtype: torch.dtype, labelled: bool) -> tuple[int, int]:
     """Bytes of the statistics and of the hidden gradient for n anchors of k depths, as docs/loss.md has them."""
     # each row of logits: its maximum and three sums; each draft row: nine statistics
-    targets = 0 if kind == "ce" else n + k - 1
+    targets = 0 if kind == "ce" else n + k - 1 + labelled
     statistics = 4 * (4 * (k * n + targets) + 9 * k * n)
+    # the language-model loss of the first n target rows: no depth meets row 0
+    statistics += 4 * 3 * n * labelled
     # fp16 gradients are added up in fp32
     return statistics, k * n * HIDDEN * (2 if dtype == torch.bfloat16 else 4)
 
 
 def measured(
-    k: int, kind: str, dtype: torch.dtype, columns: int, chunk_tokens: int | None, group: Any
+    k: int, kind: str, dtype: torch.dtype, columns: int, chunk_tokens: int | None, labelled: bool, group: Any
 ) -> list[tuple[str, int]]:
     """Names and bytes of the collectives of one micro-batch: depth i of anchor a meets row a + i."""
     g = torch.Generator().manual_seed(0)
@@ -53,6 +55,7 @@ def measured(
             target_rows=rows,
             kind=kind,
             labels=torch.zeros(k, N, dtype=torch.int64),
+            row_labels=torch.zeros(N, dtype=torch.int64) if labelled else None,
             chunk_tokens=chunk_tokens,
             group=group,
         )
@@ -71,16 +74,16 @@ def _rank(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     group = dist.group.WORLD
-    for kind in ("tv", "lk-hybrid", "ce"):
-        for k in (1, 2, 5):
+    for kind, labelled in (("tv", False), ("tv", True), ("lk-hybrid", False), ("ce", False)):
+        for k in (1, 5):
             for dtype in DTYPES:
-                statistics, gradient = formula(k, N, kind, dtype)
+                statistics, gradient = formula(k, N, kind, dtype, labelled)
                 # one chunk and several, few columns and many: the same bytes
                 for chunk_tokens, columns in ((None, 11), (None, 300), (7, 11)):
-                    calls = measured(k, kind, dtype, columns, chunk_tokens, group)
+                    calls = measured(k, kind, dtype, columns, chunk_tokens, labelled, group)
                     what = f"{kind}, k={k}, {dtype}, chunks of {chunk_tokens} tokens, {columns} columns: {calls}"
                     assert {name for name, _ in calls} == {"all_reduce"}, what
-                    assert len(calls) > 4 or chunk_tokens is None, f"one chunk only: {what}"
+                    assert len(calls) > 6 or chunk_tokens is None, f"one chunk only: {what}"
                     assert calls[-1][1] == gradient, what
                     assert sum(size for _, size in calls[:-1]) == statistics, what
     dist.destroy_process_group()
