@@ -6,7 +6,6 @@ Weights are set by global parameter name and cut per layout, so each layout star
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import logging
 import multiprocessing
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.mcore.groups import join_groups
 
 VOCAB, LENGTH, SEQUENCES = 64, 12, 4
 
@@ -246,30 +247,14 @@ def make_config(case: Case) -> tuple[Any, dict[str, Any]]:
     return config, extra
 
 
-_groups: list[Any] = []
-
-
 def _join_groups(case: Case, embedding_ranks: tuple[int, ...]) -> None:
-    """Megatron's process groups for a layout; each gloo group holds threads, so the last layout's are given back."""
-    from megatron.core import parallel_state
-    from torch.distributed import distributed_c10d
-
-    layout = [case.tp, case.pp, case.vpp, case.ep, embedding_ranks]
-    if _groups == layout:
-        return
-    _groups[:] = layout
-    torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
-    gc.collect()
-    for group in [g for g in distributed_c10d._world.pg_map if g is not torch.distributed.group.WORLD]:
-        torch.distributed.destroy_process_group(group)
-    parallel_state.initialize_model_parallel(
+    join_groups(
         case.tp,
         case.pp,
+        embedding_ranks=lambda ranks: [ranks[stage] for stage in embedding_ranks],
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1,
-        get_embedding_ranks=lambda ranks: [ranks[stage] for stage in embedding_ranks],
     )
 
 

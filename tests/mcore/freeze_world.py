@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 
 from tests.mcore.freeze_counts import counting
+from tests.mcore.groups import join_groups
 from tests.mcore.world import LENGTH, VOCAB, _forward_step, same_weights_everywhere
 
 DEPTHS = 2
@@ -109,14 +110,11 @@ def _model(case: Case) -> Any:
             "expert_model_parallel_size": case.ep,
         }
     config = TransformerConfig(**(settings | case.overrides))
-    parallel_state.destroy_model_parallel()
 
     def embedding_ranks(ranks: list[int], *_: Any) -> list[int]:
         return sorted({ranks[0], ranks[-1], *(get_mtp_ranks(ranks, config) if len(ranks) > 1 else ())})
 
-    parallel_state.initialize_model_parallel(
-        case.tp, case.pp, expert_model_parallel_size=case.ep, get_embedding_ranks=embedding_ranks
-    )
+    join_groups(case.tp, case.pp, embedding_ranks=embedding_ranks, expert_model_parallel_size=case.ep)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))

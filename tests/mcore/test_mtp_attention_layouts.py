@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 
 from tests.evaluation import tiny
 from tests.mcore import drafting
+from tests.mcore.groups import join_groups
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
 
@@ -49,8 +50,7 @@ def compute(tp: int, cp: int, sequence_parallel: bool, *, packed: bool = False, 
 
     from bebop_megatron.platform.context_parallel import zigzag_positions
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    join_groups(tp, context_parallel_size=cp)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     model = drafting.build(**settings, mtp_detach_heads=True, sequence_parallel=sequence_parallel)

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from bebop_megatron.patching import Patcher
 from tests.mcore import batch
+from tests.mcore.groups import join_groups
 
 DEPTHS = 3
 VOCAB, LENGTH = batch.VOCAB, batch.LENGTH
@@ -94,8 +95,7 @@ def build(layout: Layout) -> Any:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp, context_parallel_size=layout.cp)
+    join_groups(layout.tp, layout.pp, context_parallel_size=layout.cp)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     settings: dict[str, Any] = {
