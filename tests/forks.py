@@ -41,7 +41,7 @@ def pretrain_all(folder: Path, *runs: list[str]) -> list[Run]:
         text=True,
         cwd=ROOT,
         env=environment,
-        timeout=600,
+        timeout=1200,
         check=True,
     )
     codes = json.loads((folder / "codes.json").read_text())

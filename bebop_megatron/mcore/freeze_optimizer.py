@@ -180,17 +180,28 @@ class PartOptimizer:
         with self._common_step():
             return self._original("state_dict")(*args, **kwargs)
 
-    def _sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def _sharded_state_dict(self, model_state: Any, is_loading: bool = False, **kwargs: Any) -> Any:
         with self._common_step():
-            return self._original("sharded_state_dict")(*args, **kwargs)
+            result = self._original("sharded_state_dict")(model_state, is_loading, **kwargs)
+        if is_loading:
+            # Megatron merges groups one by one with those of the checkpoint, which may have other ones
+            for piece in self._pieces(result):
+                holder = piece.get("optimizer", piece)
+                if isinstance(holder, dict):
+                    holder.pop("param_groups", None)
+        return result
+
+    def _pieces(self, state_dict: Any) -> list[Any]:
+        """The state of each optimizer in the chain."""
+        chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [state_dict] if len(chain) == 1 else [state_dict[i] for i in range(len(chain))]
 
     # fp32 masters of the distributed optimizer are views of parameters, which may only be written without autograd
     @torch.no_grad()
     def _load_state_dict(self, state_dict: Any) -> None:
         chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        pieces = [state_dict] if len(chain) == 1 else [state_dict[i] for i in range(len(chain))]
         steps: dict[str, int] = {}
-        for member, piece in zip(chain, pieces, strict=True):
+        for member, piece in zip(chain, self._pieces(state_dict), strict=True):
             if member.optimizer is not None:
                 _fit_groups(member.optimizer, piece, steps)
                 compat.let_steps_be_missing(member)
@@ -228,8 +239,6 @@ def _fit_groups(inner: Any, saved: dict[str, Any], steps: dict[str, int]) -> Non
         steps[live[PART]] = int(best.get(STEPS, common) if best.get(PART, live[PART]) == live[PART] else common)
         own = {key: mine[key] for key in mine if key not in ("step", STEPS)}
         fitted.append({**best, **own, STEPS: steps[live[PART]]})
-        if "params" not in candidates[0]:
-            del fitted[-1]["params"]
     holder["param_groups"] = fitted
 
 
