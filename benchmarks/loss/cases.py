@@ -68,7 +68,7 @@ def make_problem(case: Case, group: Any = None) -> Problem:
 @dataclass(frozen=True)
 class Suite:
     """`default` is timed with most rounds; `timed` maps a sweep's name to its cases; `weighed` are cases whose memory
-    is measured, from the fewest depths to the most.
+    is measured, from the fewest depths to the most, that of the other contenders only at `compared` depths.
     """
 
     default: Case
@@ -76,6 +76,7 @@ class Suite:
     weighed: list[Case]
     rounds: int
     sweep_rounds: int
+    compared: tuple[int, ...] = DEPTHS
 
     @property
     def cases(self) -> list[Case]:
@@ -85,18 +86,19 @@ class Suite:
 def cpu_suite(threads: int) -> Suite:
     """The judged sizes; sweeps are timed on fewer tokens, so that all of it takes minutes."""
     default = Case(threads=threads)
-    base = replace(default, n=512)
+    base = replace(default, n=256)
     return Suite(
         default,
         timed={
             "depths": [replace(base, k=k) for k in DEPTHS],
             "vocabulary": [replace(base, v=v) for v in (8_000, 64_000)],
-            "tokens": [replace(base, n=n) for n in (128,)],
-            "tensor parallel": [replace(base, n=256, tp=tp) for tp in (2, 4)],
+            "tokens": [replace(base, n=n) for n in (64, 512)],
+            "tensor parallel": [replace(base, n=128, tp=tp) for tp in (2, 4)],
         },
         weighed=[replace(default, k=k) for k in DEPTHS],
         rounds=5,
         sweep_rounds=3,
+        compared=(1, 3, 7),
     )
 
 

@@ -104,11 +104,11 @@ class Timing:
     floor_rows: int
 
 
-def timing(case: Case, group: Any, names: list[str], rounds: int) -> dict[str, Any]:
-    """Fields of `Timing`."""
+def timing(case: Case, group: Any, names: list[str], rounds: int, rows: int | None = None) -> dict[str, Any]:
+    """Fields of `Timing`; `rows`: how many a product of the floor has, None: as many as are fastest."""
     problem = make_problem(case, group)
     device = problem.draft.device
-    rows = _fastest_rows(problem)
+    rows = rows or _fastest_rows(problem)
     floor = BareProducts(problem, rows)
     runs: dict[str, Callable[[], Any]] = {FLOOR: floor}
     runs |= {name: lambda name=name: CONTENDERS[name](problem) for name in names}
@@ -144,7 +144,6 @@ def _fastest_rows(problem: Problem) -> int:
     best = {}
     for rows in sizes:
         floor = BareProducts(part, rows)
-        floor()
         best[rows] = min(_seconds(floor, part.draft.device, part.group) for _ in range(2))
     fastest = torch.tensor(min(best, key=lambda rows: best[rows]))
     if problem.group is not None:

@@ -83,7 +83,7 @@ def _time(axis: Any, data: dict[str, Any]) -> None:
 def _memory(axis: Any, data: dict[str, Any]) -> None:
     points = data["weighed"]
     for name in contenders_of(data):
-        found = [(one["case"]["k"], one["peak_bytes"][name]) for one in points]
+        found = [(one["case"]["k"], one["peak_bytes"].get(name)) for one in points]
         found = [(k, peak) for k, peak in found if peak is not None]
         color, marker = STYLES[name]
         axis.plot(

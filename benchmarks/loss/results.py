@@ -62,13 +62,17 @@ def time_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["sweep", "K", "n", "V", "tp", "products, s", *(LABELS[name] for name in names)], rows
 
 
+def _mib(size: int | None) -> str:
+    return "out of memory" if size is None else f"{size / MIB:,.0f}"
+
+
 def memory_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and cells: MiB beyond the inputs, and the hidden-state gradients alone."""
     names = contenders_of(data)
     rows = []
     for one in data["weighed"]:
         case, peak = one["case"], one["peak_bytes"]
-        cells = ["out of memory" if peak[name] is None else f"{peak[name] / MIB:,.0f}" for name in names]
+        cells = ["-" if name not in peak else _mib(peak[name]) for name in names]
         sizes = [f"{size:,}" for size in (case["k"], case["n"], case["v"])]
         rows.append([*sizes, *cells, f"{gradient_bytes(case) / MIB:,.0f}"])
     return ["K", "n", "V", *(LABELS[name] for name in names), "gradients alone"], rows

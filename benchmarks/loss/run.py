@@ -43,16 +43,20 @@ def check(suite: Suite) -> dict[str, str]:
 def measure(suite: Suite, say: Callable[[str], None]) -> dict[str, Any]:
     """All measurements of a suite, as they go into the data file."""
     listed = [("default", suite.default), *((name, case) for name, cases in suite.timed.items() for case in cases)]
-    timed = []
+    timed, floor_rows = [], {}
     for number, (sweep, case) in enumerate(listed):
         say(f"time {number + 1}/{len(listed)}: K={case.k}, n={case.n:,}, V={case.v:,}, tp={case.tp}")
         names = [name for name in CONTENDERS if name not in absent(case)]
         rounds = suite.sweep_rounds if number else suite.rounds
-        timed.append({"sweep": sweep, "case": asdict(case)} | in_fresh_processes(timing, case, names, rounds))
+        # what suits the floor is a matter of the weight's shape
+        shape = case.v // case.tp, case.h
+        result = in_fresh_processes(timing, case, names, rounds, floor_rows.get(shape))
+        floor_rows[shape] = result["floor_rows"]
+        timed.append({"sweep": sweep, "case": asdict(case)} | result)
     weighed = []
     for number, case in enumerate(suite.weighed):
         say(f"memory {number + 1}/{len(suite.weighed)}: K={case.k}, n={case.n:,}, V={case.v:,}")
-        names = [name for name in CONTENDERS if name not in absent(case)]
+        names = [name for name in CONTENDERS if name not in absent(case)] if case.k in suite.compared else ["ours"]
         peaks = {name: in_fresh_processes(peak_memory, case, name) for name in names}
         weighed.append({"case": asdict(case), "peak_bytes": peaks})
     return {"not_run": absent(suite.default), "timed": timed, "weighed": weighed}
