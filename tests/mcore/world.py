@@ -39,6 +39,8 @@ class Layout:
     evaluate: bool = False
     fp16: bool = False
     positions: str = "rope"
+    # --mtp-attention; None: Megatron's own layers
+    attention: str | None = None
     stages: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -94,6 +96,8 @@ def build(layout: Layout) -> Any:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from bebop_megatron.mcore.mtp_attention import set_mtp_attention
+
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, context_parallel_size=layout.cp)
     initialize_rng_tracker(force_reset=True)
@@ -126,6 +130,8 @@ def build(layout: Layout) -> Any:
     if layout.fp16:
         settings |= {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     config = TransformerConfig(**(settings | layout.overrides))
+    if layout.attention is not None:
+        set_mtp_attention(config, layout.attention)
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     model = GPTModel(
         config,
