@@ -40,6 +40,8 @@ class Layout:
     evaluate: bool = False
     fp16: bool = False
     positions: str = "rope"
+    # --mtp-attention; None: Megatron's own layers
+    attention: str | None = None
     stages: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
 
@@ -95,6 +97,8 @@ def build(layout: Layout) -> Any:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from bebop_megatron.mcore.mtp_attention import set_mtp_attention
+
     join_groups(layout.tp, layout.pp, context_parallel_size=layout.cp)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
@@ -126,6 +130,8 @@ def build(layout: Layout) -> Any:
     if layout.fp16:
         settings |= {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     config = TransformerConfig(**(settings | layout.overrides))
+    if layout.attention is not None:
+        set_mtp_attention(config, layout.attention)
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
     model = GPTModel(
         config,
