@@ -131,7 +131,8 @@ def twin(dtype: torch.dtype, device: str) -> None:
     weights = {name: torch.rand(6, generator=g, dtype=torch.float64) for name in ("ce", "kl", "reverse-kl", "tv")}
     ratio = torch.randn(6, generator=g, dtype=torch.float64)
     wide = torch.promote_types(dtype, torch.float32)
-    shares[0][3], shares[1][4] = 0, 0
+    # of a rank with a share of 0 the logarithm of the ratio is not finite
+    shares[0][3], shares[1][4], ratio[3] = 0, 0, -torch.inf
 
     def everything(module: Any, place: str) -> dict[str, Tensor]:
         def to(t: Tensor) -> Tensor:
@@ -298,7 +299,7 @@ def wild_values(device: str) -> None:
 
 def equal_distributions(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        for kind in KINDS[1:]:
+        for kind in SOME[1:]:
             problem = logits(2, 2, 19, holes=False).to(dtype)
             out, grad = run_logits(on(replace(problem, draft=problem.target.clone()), device), kind, backend="triton")
             assert (out.alpha - 1).abs().max() < 1e-6, kind
@@ -315,8 +316,10 @@ def options_and_filters(device: str) -> None:
             {"target_top_k": 4, "target_top_p": 0.8},
         )
         for options in variants:
-            if kind != "reverse-kl" or "target_top_k" not in options:
-                near_logits(problem, kind, device, **options)
+            if kind == "reverse-kl" and "target_top_k" in options:
+                continue
+            near_logits(problem, kind, device, **options)
+            if kind in ("reverse-kl", "tv"):
                 near_hidden(states, kind, device, **options)
     near_logits(logits(2, 2, 19).to(torch.bfloat16), "tv", device, 2e-2, target_top_k=4)
 
@@ -324,11 +327,11 @@ def options_and_filters(device: str) -> None:
 def padding_and_what_is_not_valid(device: str) -> None:
     """Columns and rows that do not count may hold anything."""
     for kind in SOME:
-        narrow = logits(2, 3, 19)
+        narrow = logits(2, 2, 19)
         drop = ~narrow.valid[..., None]
         expected, expected_grad = run_logits(on(narrow, device), kind, backend="triton")
         for poison in (torch.nan, torch.inf, -torch.inf):
-            wide = torch.full((2, 3, 24), poison, dtype=torch.float64)
+            wide = torch.full((2, 2, 24), poison, dtype=torch.float64)
             sides = {side: wide.clone() for side in ("draft", "target")}
             for side, table in sides.items():
                 table[..., :19] = getattr(narrow, side).masked_fill(drop, poison)
@@ -341,7 +344,7 @@ def padding_and_what_is_not_valid(device: str) -> None:
         out, grad = run_logits(on(nothing, device), kind, backend="triton")
         assert out.loss == 0
         assert (grad == 0).all()
-        states = hidden(2, 3, 19)
+        states = hidden(2, 2, 19)
         nothing = replace(states, valid=torch.zeros_like(states.valid), draft=states.draft * torch.nan)
         out, *grads = run_fused(nothing, kind, device)
         assert out.loss == 0
