@@ -11,8 +11,9 @@ from benchmarks.loss.contenders import CONTENDERS, FLOOR, LABELS
 
 MIB = 2**20
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# what beside the hidden-state gradients may grow with the depths: a few floats for each row, and the allocator's slack
-GROWTH_LIMIT = 1.1
+# beside the hidden-state gradients grow a few floats for each row, about 3%, and what a chunk gathers of hidden states,
+# because more of its rows are drafts: 7% of it here; the rest is the allocator's
+GROWTH_LIMIT = 1.2
 
 
 @dataclass(frozen=True)
