@@ -21,8 +21,8 @@ from bebop_megatron.losses.shard import VocabShard
 from bebop_megatron.losses.statistics import RowStats
 
 # working memory of one chunk: its logits, and what the backend and half precision need beside them
-_CHUNK_BYTES = {"cpu": 144 * 2**20, "cuda": 640 * 2**20}
-_MIN_ROWS = 16
+_CHUNK_BYTES = {"cpu": 176 * 2**20, "cuda": 1024 * 2**20}
+_MIN_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,11 @@ class _Inputs:
 
 
 def _row_limit(weight: Tensor, options: Options) -> int:
-    """How many rows of logits fit into the byte budget: by the columns that every rank has, so that all cut alike."""
+    """How many draft rows, and as many target rows, fit into the byte budget.
+
+    By the columns that every rank has, so that all cut alike. With several depths few target rows meet many drafts, and
+    a chunk stays below the budget: what libraries allocate for a product grows with its rows, so these stay the same.
+    """
     per_logit = resolve(options.backend, weight.device).bytes_per_logit(
         weight.dtype,
         reverse=options.needs_reverse_kl,
@@ -53,7 +57,7 @@ def _row_limit(weight: Tensor, options: Options) -> int:
         per_logit += torch.promote_types(weight.dtype, torch.float32).itemsize
     per_row = len(weight) * per_logit
     budget = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
-    return max(_MIN_ROWS, budget // max(per_row, 1))
+    return max(_MIN_ROWS, budget // max(2 * per_row, 1))
 
 
 def _project(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -258,8 +262,8 @@ def fused_linear_objective(
     Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
     the hidden gradient, or under sequence_parallel an all-gather of the drafts and a reduce-scatter of their gradient.
     Memory: the gradients of draft_hidden (and weight; with `mix` one more of draft_hidden), and a chunk's logits within
-    a byte budget that depends neither on k nor on n, but for at least 16 rows. `chunk_tokens` overrides it: as many
-    tokens' targets and drafts of all depths.
+    a byte budget that depends neither on k nor on n, but for at least 8 drafts and their targets. `chunk_tokens`
+    overrides it: the drafts of as many tokens, and at most as many targets.
     Work: only valid entries; each target row that one of them meets is projected once. The host waits for the device a
     few times per call, to know how many there are.
     Raises:
@@ -317,7 +321,7 @@ def fused_linear_objective(
         scale,
         options,
         shard,
-        chunk_tokens * (k + 1) if chunk_tokens else _row_limit(weight, options),
+        chunk_tokens * k if chunk_tokens else _row_limit(weight, options),
         row_labels,
         row_nll,
         sequence_parallel,

@@ -32,7 +32,7 @@ class Plan:
 
 
 def make_plan(target_rows: Tensor, valid: Tensor, limit: int, looked_at: Tensor | None = None) -> Plan:
-    """Cut the valid entries into chunks of at most `limit` rows, drafts and targets together.
+    """Cut the valid entries into chunks of at most `limit` draft rows, and as many target rows.
 
     A target row is in one chunk only, unless more entries meet it than fit: then it is in several. The host waits for
     the device three times.
@@ -56,16 +56,15 @@ def plan_without_target(valid: Tensor, limit: int) -> Plan:
 
 def _cut(ends: list[int], limit: int) -> list[Chunk]:
     """`ends[u]`: how many entries meet target rows 0..u."""
-    rows_up_to = [end + u + 1 for u, end in enumerate(ends)]
     chunks, row, entry = [], 0, 0
     while row < len(ends):
-        last = bisect_right(rows_up_to, entry + row + limit)
+        last = min(bisect_right(ends, entry + limit), row + limit)
         if last > row:
             chunks.append(Chunk(slice(entry, ends[last - 1]), slice(row, last)))
             row, entry = last, ends[last - 1]
         else:
-            # more entries meet this one row than fit beside it
-            stop = min(entry + max(limit - 1, 1), ends[row])
+            # more entries meet this one row than a chunk may hold
+            stop = min(entry + limit, ends[row])
             chunks.append(Chunk(slice(entry, stop), slice(row, row + 1)))
             entry = stop
             row += entry == ends[row]

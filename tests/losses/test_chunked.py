@@ -361,7 +361,7 @@ def test_no_tensor_holds_the_logits_of_all_tokens(kind):
         )
         out.loss.backward()
     # drafts and targets share the chunk
-    assert largest.numel <= (k + 1) * chunk * v
+    assert largest.numel <= k * chunk * v
     assert largest.numel >= k * chunk * v / 2
 
 

@@ -16,7 +16,7 @@ def tables(k, n, m, seed, share=0.8):
     return torch.randint(0, m, (k, n), generator=g), torch.rand(k, n, generator=g) < share
 
 
-@pytest.mark.parametrize("limit", [2, 3, 7, 16, 1000])
+@pytest.mark.parametrize("limit", [1, 3, 7, 16, 1000])
 @pytest.mark.parametrize(("k", "n", "m"), [(1, 1, 1), (3, 20, 23), (7, 9, 4), (2, 30, 1), (4, 0, 5)])
 def test_every_valid_entry_meets_its_row_once(k, n, m, limit):
     rows, valid = tables(k, n, m, seed=limit)
@@ -26,7 +26,7 @@ def test_every_valid_entry_meets_its_row_once(k, n, m, limit):
         seen, projected = [], []
         for chunk in plan.chunks:
             entries, targets = plan.order[chunk.entries], plan.needed[chunk.targets]
-            assert len(entries) + len(targets) <= limit
+            assert max(len(entries), len(targets)) <= limit
             place = plan.place[chunk.entries] - chunk.targets.start
             assert torch.equal(targets[place], rows.flatten()[entries])
             seen += entries.tolist()

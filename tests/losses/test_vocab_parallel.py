@@ -251,7 +251,7 @@ def check_collectives_of_hidden(group: Any) -> None:
                     out.loss.backward()
             sizes = [size for _, size in calls]
             assert {name for name, _ in calls} == {"all_reduce"}, f"{kind}: {calls}"
-            plan = make_plan(problem.rows, torch.ones(2, 7, dtype=torch.bool), 9)
+            plan = make_plan(problem.rows, torch.ones(2, 7, dtype=torch.bool), 6)
             assert len(plan.chunks) > 1
             # three a chunk, and once the gradient
             statistics = 3 * len(plan.chunks)
