@@ -11,9 +11,8 @@ from benchmarks.loss.contenders import CONTENDERS, FLOOR, LABELS
 
 MIB = 2**20
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# beside the hidden-state gradients grow a few floats for each row, about 3%, and what a chunk gathers of hidden states,
-# because more of its rows are drafts: 7% of it here; the rest is the allocator's
-GROWTH_LIMIT = 1.2
+# beside the hidden-state gradients grow a few floats for each row, about 3%; the rest is the allocator's
+GROWTH_LIMIT = 1.1
 
 
 @dataclass(frozen=True)
