@@ -108,11 +108,6 @@ class ObjectiveConfig:
         """The horizon in force: the one asked for, or the objective's default."""
         return self.horizon or ("per-depth" if self.loss == "ce" else "full")
 
-    @property
-    def warmup_iterations(self) -> int:
-        """How many iterations the hand-over from the warm-up's loss takes; 0 without one."""
-        return 0 if self.warmup is None else _parse_warmup(self.warmup)[1]
-
     def keywords(self, iteration: int) -> dict[str, Any]:
         """What `fused_linear_objective` is told, in the step that follows `iteration` completed ones."""
         return {"kind": self.loss, "mix": self._mix(iteration), **self._settings()}

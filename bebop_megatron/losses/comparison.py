@@ -28,12 +28,15 @@ def _share(side: Distribution) -> Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """n draft rows; row i meets row `rows[i]` of the target and predicts `labels[i]`, where there are such."""
+    """n draft rows; row i meets row `rows[i]` of the target and predicts a label, where there are such.
+
+    Shape: label [n] int64: the column of each label, -1 where another rank holds it.
+    """
 
     draft: Distribution
     target: Distribution | None
     rows: Tensor
-    labels: Tensor | None
+    label: Tensor | None
     shard: VocabShard
     backend: Backend
     reverse: bool
@@ -82,7 +85,7 @@ class Comparison:
             overwrite=overwrite,
         )
         *targets, done = distributions([*sides, draft], shard)
-        return cls(done, targets[0] if targets else None, rows, labels, shard, backend, reverse)
+        return cls(done, targets[0] if targets else None, rows, label, shard, backend, reverse)
 
     def stats(self) -> RowStats:
         """All statistics [n]. Without target or labels theirs are 0.
@@ -104,10 +107,10 @@ class Comparison:
                 parts[4] = torch.where(draft.first, weight * p, 0)
             same = draft.first & target.first[rows] & (draft.local.column == target.local.column[rows])
             parts[5] = same.to(zero.dtype)
-        if self.labels is not None:
-            column, held = self.shard.local(self.labels)
-            parts[6] = (draft.first & held & (draft.local.column == column)).to(zero.dtype)
-            parts[7] = torch.where(held, draft.local.label_logit + draft.shift, 0)
+        if self.label is not None:
+            # no column is -1
+            parts[6] = (draft.first & (draft.local.column == self.label)).to(zero.dtype)
+            parts[7] = torch.where(self.label >= 0, draft.local.label_logit + draft.shift, 0)
         total = self.shard.sum(torch.stack(parts))
         kl = reverse_kl = target_entropy = zero
         if target is not None:
@@ -126,7 +129,7 @@ class Comparison:
             p_argmax_q=total[4],
             greedy_target=total[5] > 0,
             greedy_label=total[6] > 0,
-            log_q_label=zero if self.labels is None else total[7] - draft.log_sum,
+            log_q_label=zero if self.label is None else total[7] - draft.log_sum,
         )
 
     def direction(self, stats: RowStats, coefficients: dict[str, Tensor], overwrite: bool = False) -> Tensor:
@@ -134,16 +137,12 @@ class Comparison:
 
         Memory: with `overwrite` the draft's own block becomes the result.
         """
-        log_ratio = label = None
+        log_ratio = None
         if "reverse-kl" in coefficients:
             assert self.target is not None
             # log(q/p) of logits that are relative to their rank's top, less KL(q||p)
             of_target = (self.target.shift - self.target.log_sum)[self.rows]
             log_ratio = self.draft.shift - self.draft.log_sum - of_target - stats.reverse_kl
-        if "ce" in coefficients:
-            assert self.labels is not None
-            column, held = self.shard.local(self.labels)
-            label = torch.where(held, column, -1)
         return self.backend.direction(
             self.draft.local,
             None if self.target is None else self.target.local,
@@ -154,6 +153,6 @@ class Comparison:
             stats.covered,
             stats.rejected,
             log_ratio,
-            label,
+            self.label,
             overwrite=overwrite,
         )

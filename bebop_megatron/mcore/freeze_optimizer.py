@@ -84,11 +84,6 @@ def _set_adam_step(inner: Any, group: dict[str, Any], step: float) -> None:
             state["step"] = torch.full_like(state["step"], step)
 
 
-def part_steps(optimizer: Any) -> dict[str, int]:
-    """How many optimizer steps each part has made."""
-    return {group[PART]: group[STEPS] for _, group in _groups(optimizer)}
-
-
 class PartOptimizer:
     """Gives a Megatron Adam (or a chain of them) parts that can be frozen. Its own methods are replaced in place.
 
