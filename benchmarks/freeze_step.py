@@ -1,6 +1,6 @@
 """What a training step costs in each freeze phase, against the matrix products that it has to do.
 
-    python benchmarks/freeze_step.py --output benchmarks/data/freeze-step.json
+    make bench-freeze      # or: python -m benchmarks.freeze_step --output FILE
 
 One model trains through phases that change with every step, and beside it the same model without MTP layers, so that
 all are measured under the same conditions. Before anything is timed, frozen parts are checked for every bit, and the
