@@ -252,6 +252,11 @@ def evaluate(options: argparse.Namespace) -> list[EvaluationRow]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate one head under one or several rules; print a table, write JSON."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["generate"]:
+        from bebop_megatron.evaluation.generate import main as generate
+
+        return generate(argv[1:])
     options = _parser().parse_args(argv)
     try:
         rows = evaluate(options)
