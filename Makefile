@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze study-freeze format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study-freeze format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install everything into it
 
@@ -45,6 +45,9 @@ bench-freeze: $(READY) ## What a training step costs in each freeze phase (two m
 
 study-freeze: $(READY) ## One-off, alternating, joint: four ways to spend the same tokens (half an hour)
 	$(BIN)/python -m benchmarks.freeze_study
+
+bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
+	$(BIN)/python -m benchmarks.decoding
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
