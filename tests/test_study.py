@@ -1,8 +1,8 @@
 """The study compares what it says it compares, and repeats nothing.
 
 Catches: an interval computed over the wrong units, a pair that is none, a rule or seed mixed up in a table, a study
-that starts over after an interruption or goes on with other sizes, a result without the fields its readers rely on, and a
-document that its data contradict.
+that starts over after an interruption or goes on with other sizes, a result without the fields its readers rely on,
+and a document that its data contradict.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 from bebop_megatron.evaluation.figure import STYLES
 from benchmarks.study.plan import RULES
-from benchmarks.study.results import Row, over_seeds, select, values
-from benchmarks.study.tables import ORDER
+from benchmarks.study.results import Row, difference, over_seeds, select, values
+from benchmarks.study.tables import ORDER, PAPER
 
 _RULE_LINES = {"rejection": "-", "target-only": "--"}
 
@@ -54,6 +54,7 @@ def _bars(axis: Any, groups: Sequence[str], bars: Sequence[tuple[str, str, list[
                 fontsize=6,
             )
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
+    axis.set_ylim(bottom=0)
     axis.set_ylabel("acceptance rate % (95% interval)", fontsize=8)
     _plain(axis)
 
@@ -142,21 +143,64 @@ def _conditions(arm: str, title: str, name: Callable[[Row], str]) -> Callable[[A
     def draw(axis: Any, rows: Sequence[Row], domain: str) -> None:
         mine = select(rows, arm=arm, domain=domain)
         groups = list(dict.fromkeys(name(row) for row in mine))
-        rules = [rule for rule in RULES if select(mine, rule=rule)]
-        colors = {"rejection": "#56B4E9", "target-only": "#E69F00"}
-        bars = [
-            (
-                rule,
-                colors[rule],
-                [over_seeds([row for row in select(mine, rule=rule) if name(row) == group]) for group in groups],
-            )
-            for rule in rules
-        ]
-        _bars(axis, groups, bars)
-        axis.tick_params(axis="x", labelsize=6)
+        # points and not bars: the axis need not start at zero, and the differences are small
+        for number, rule in enumerate(rule for rule in RULES if select(mine, rule=rule)):
+            color, marker = (("#0072B2", "o"), ("#E69F00", "s"))[number]
+            found = [over_seeds([row for row in select(mine, rule=rule) if name(row) == group]) for group in groups]
+            _points(axis, found, color, marker, rule)
+        _named(axis, groups)
+        axis.set_ylabel("acceptance rate % (95% interval)", fontsize=8)
         axis.set_title(f"{domain}: {title}", fontsize=9)
 
     return draw
+
+
+def _points(axis: Any, estimates: Sequence[Any], color: str, marker: str, label: str) -> None:
+    """A point with its interval for each estimate that is there."""
+    known = [(at, 100 * each.value, 100 * (each.half_width or 0.0)) for at, each in enumerate(estimates) if each]
+    axis.errorbar(
+        [at for at, *_ in known],
+        [y for _, y, _ in known],
+        yerr=[e for *_, e in known],
+        color=color,
+        marker=marker,
+        markersize=5,
+        linestyle="none",
+        capsize=3,
+        label=label,
+    )
+    for at, y, _ in known:
+        axis.annotate(f"{y:.1f}", (at, y), (6, 0), textcoords="offset points", va="center", fontsize=6)
+
+
+def _named(axis: Any, groups: Sequence[str]) -> None:
+    axis.set_xticks(range(len(groups)), groups)
+    axis.set_xlim(-0.5, len(groups) - 0.3)
+    _plain(axis)
+    axis.tick_params(axis="x", labelsize=6 if len(groups) > 5 else 7)
+
+
+def _differences(axis: Any, rows: Sequence[Row], domain: str) -> None:
+    """Paired differences from `ce` under rejection, beside the paper's."""
+    mine = select(rows, arm="main", domain=domain, rule="rejection")
+    losses = [loss for loss in _losses(mine) if loss != "ce"]
+    pairs = [difference(select(mine, loss=loss), select(mine, loss="ce")) for loss in losses]
+    _points(axis, [pair and pair.by_prompt for pair in pairs], "#0072B2", "o", "paired by prompt, 95% interval")
+    paper = [(at, PAPER[domain][loss]) for at, loss in enumerate(losses) if loss in PAPER.get(domain, {})]
+    if paper:
+        axis.plot(
+            [at - 0.15 for at, _ in paper],
+            [value for _, value in paper],
+            color="#D55E00",
+            marker="*",
+            linestyle="none",
+            markersize=7,
+            label="the paper's, 35B model",
+        )
+    axis.axhline(0, color="black", linewidth=0.8)
+    _named(axis, losses)
+    axis.set_ylabel("points above ce, rejection", fontsize=8)
+    axis.set_title(f"{domain}: difference from ce", fontsize=9)
 
 
 _ARMS: dict[str, Callable[[Any, Sequence[Row], str], None]] = {
@@ -217,11 +261,11 @@ def draw(rows: Sequence[Row], folder: Path, prefix: str = "") -> list[Path]:
         return [(draw, domain) for domain in domains if select(rows, arm=arm, domain=domain)]
 
     plans = [
-        ("main", panels("main", _main), 5.6, 3.4, len(domains), True),
+        ("main", panels("main", _main) + panels("main", _differences), 5.6, 3.2, len(domains), True),
         ("temperature", panels("temperature", _temperature), 4.6, 3.4, len(domains), True),
         ("entropy", panels("temperature", _entropy), 4.6, 3.4, len(domains), True),
         ("depth", panels("depth", _depth), 3.6, 3.0, len(domains), False),
-        ("arms", [each for arm, draw in _ARMS.items() for each in panels(arm, draw)], 4.2, 3.0, 2, False),
+        ("arms", [each for arm, draw in _ARMS.items() for each in panels(arm, draw)], 4.4, 3.0, 2, True),
     ]
     for name, chosen, width, height, columns, legend in plans:
         if chosen:

@@ -150,8 +150,6 @@ class Study:
             flags = training.warm_flags(self.size, data, folder, backbone)
         else:
             assert job.head is not None
-            if job.head.train_data == "own":
-                data = data / "own"
             flags = training.head_flags(
                 self.size, data, folder, warm if job.head.start == "warm" else backbone, job.head
             )
@@ -167,7 +165,6 @@ class Study:
         tokens = size.head_steps * size.batch * (size.sequence + 1) // size.own_epochs + 2 * size.sequence
         texts = sample(self.trained(domain, "warm"), self.data(domain), size, tokens)
         corpora.build_own(folder, texts, size.vocab_size)
-        shutil.copytree(self.data(domain) / "tokenizer", folder / "tokenizer")
 
     def _decode(self, job: Job) -> None:
         from bebop_megatron.evaluation.results import write_json

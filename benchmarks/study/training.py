@@ -6,11 +6,13 @@ from pathlib import Path
 
 from benchmarks.study.plan import Head, Size
 
-# one file of a corpus is split by Megatron, what is held out is in another file
+# below the domain's folder: what is trained on, by name, and what is not
+_TEXTS = {"corpus": "corpus", "own": "own/own"}
+_HELD_OUT = "corpus-holdout"
 _RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
 --no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --no-save-optim --no-save-rng
---log-interval 10 --eval-interval 1000000 --eval-iters 1 --split 100,0,0 --tokenizer-type HuggingFaceTokenizer
+--log-interval 10 --eval-interval 1000000 --eval-iters 4 --tokenizer-type HuggingFaceTokenizer
 --lr-warmup-fraction 0.03""".split()
 
 
@@ -25,13 +27,14 @@ def _model(size: Size, train_k: int) -> list[str]:
     return text.split()
 
 
-def _flags(size: Size, data: Path, save: Path, *, train_k: int, steps: int, prefix: str = "corpus") -> list[str]:
+def _flags(size: Size, data: Path, save: Path, *, train_k: int, steps: int, text: str = "corpus") -> list[str]:
     # a cache of its own: two runs that make the same index at once would disturb each other
     return [
         *_model(size, train_k),
         *_RUN,
         *("--train-iters", str(steps), "--save", str(save), "--save-interval", str(steps)),
-        *("--data-path", str(data / prefix), "--data-cache-path", str(save / "cache")),
+        *("--train-data-path", str(data / _TEXTS[text]), "--valid-data-path", str(data / _HELD_OUT)),
+        *("--data-cache-path", str(save / "cache")),
         *("--tokenizer-model", str(data / "tokenizer")),
     ]
 
@@ -56,8 +59,7 @@ def warm_flags(size: Size, data: Path, save: Path, backbone: Path) -> list[str]:
 
 def head_flags(size: Size, data: Path, save: Path, start: Path, head: Head) -> list[str]:
     """One head of the study; the constant rate and the warm-up of 3% are the paper's recipe."""
-    prefix = "corpus" if head.train_data == "corpus" else head.train_data
-    flags = _flags(size, data, save, train_k=head.train_k, steps=size.head_steps, prefix=prefix)
+    flags = _flags(size, data, save, train_k=head.train_k, steps=size.head_steps, text=head.train_data)
     flags += ["--lr", str(size.head_lr), "--lr-decay-style", "constant", "--seed", str(1000 + head.seed)]
     flags += ["--mtp-loss", head.loss, "--mtp-freeze-schedule", "backbone", "--mtp-attention", head.train_attention]
     flags += ["--pretrained-checkpoint", str(start), "--mtp-loss-temperature", str(head.train_temperature)]
