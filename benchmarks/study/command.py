@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -118,9 +119,13 @@ def main(argv: list[str] | None = None) -> None:
     if not args.report_only:
         file = study.output / "environment.json"
         if not file.is_file():
-            write_json(file, measured_in | {"jobs": args.jobs, "load_before": round(os.getloadavg()[0], 2)})
+            write_json(
+                file, measured_in | {"threads": 1, "jobs": args.jobs, "load_before": round(os.getloadavg()[0], 2)}
+            )
         _say(f"{len(study.cells)} cells on {' and '.join(domains)}, {args.jobs} at a time, into {study.output}")
         began = time.monotonic()
+        # whoever ends us wants the jobs ended, too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
         def outcome(job: Job) -> str:
             if job.kind == "decode":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -50,8 +51,12 @@ def start(study: Study, job: Job, log: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
+    # a group of its own, in which the checkpoint writer's process can be ended with it; whoever is first makes it
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)
     if child:
         return child
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -143,7 +148,7 @@ class Runner:
                     progress.ended(job, time.monotonic() - began, self.outcome(job))
         finally:
             for process in running:
-                os.kill(process, signal.SIGTERM)
+                os.killpg(process, signal.SIGTERM)
             for process in running:
                 os.waitpid(process, 0)
         return self.failed
