@@ -21,15 +21,16 @@ from torch import Tensor
 class Window:
     """What one forward call writes to the caches and may read from them.
 
-    Shape: rows [b] int64, positions [b, t] int64, mask [b, 1, t, length] bool (True = attend). Every key
-    written goes to the slot of its position. `whole` says that `rows` are the first b rows, so that no copy
-    is needed to read them.
+    Shape: rows [b] int64, positions [b, t] int64, mask [b, 1, t, length] bool (True = attend), slots [b, t] int64.
+    Every key written goes to its slot, by default the one of its position. `whole` says that `rows` are the first b
+    rows, so that no copy is needed to read them.
     """
 
     rows: Tensor
     positions: Tensor
     mask: Tensor
     whole: bool
+    slots: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -112,8 +113,9 @@ class CachedAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         window = self.call.window
         keys, values = self._storage(key, value)
-        keys[window.rows[:, None], window.positions] = key.transpose(0, 1)
-        values[window.rows[:, None], window.positions] = value.transpose(0, 1)
+        slots = window.positions if window.slots is None else window.slots
+        keys[window.rows[:, None], slots] = key.transpose(0, 1)
+        values[window.rows[:, None], slots] = value.transpose(0, 1)
         rows = slice(len(window.rows)) if window.whole else window.rows
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

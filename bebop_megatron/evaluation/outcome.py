@@ -96,12 +96,6 @@ class GenerationResult:
         return self.accepted_per_step / self.counts[:, :, REACHED].sum(0).clamp(min=1)
 
     @property
-    def alpha_per_step(self) -> Tensor:
-        """Mean alpha of step i where it was reached: [gamma] float64."""
-        total = self.counts.sum(0)
-        return total[:, ALPHA] / total[:, REACHED].clamp(min=1)
-
-    @property
     def accept_length(self) -> float:
         """1 + E[L]: tokens per verification."""
         return 1 + float(self.rate_per_step.sum())

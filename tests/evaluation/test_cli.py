@@ -15,32 +15,15 @@ from argparse import Namespace
 import pytest
 import torch
 
-from bebop_megatron.evaluation.__main__ import _configs, _parser, _vocabulary, main
+from bebop_megatron.evaluation import subject
+from bebop_megatron.evaluation.__main__ import main, parser
 from bebop_megatron.evaluation.loading import LoadedModel
+from bebop_megatron.evaluation.measure import configs_of
 from bebop_megatron.evaluation.prompts import read_prompts
 from bebop_megatron.evaluation.results import load_rows
-from tests.evaluation import tiny
-from tests.launch import ROOT, pretrain
+from tests.launch import ROOT
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
-    lines = [json.dumps({"tokens": tokens}) for tokens in tiny.prompts(9, 3, 12, 5, 7, 4)]
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A few steps of training with settings that Megatron's own `--use-checkpoint-args` leaves out."""
-    root = tmp_path_factory.mktemp("checkpoint")
-    flags = ["--mtp-loss", "kl", "--norm-epsilon", "1e-3", "--rotary-base", "5000", "--lr", "3e-2"]
-    done = pretrain(*flags, "--train-iters", "12", "--save", str(root), "--save-interval", "12")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return str(root)
 
 
 def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -192,9 +175,9 @@ def test_bad_flags_end_with_one_clear_line(prompts, flags, message):
 
 def test_rules_may_be_repeated_or_listed_and_count_once():
     for flags in (["--rule", "target-only", "rejection"], ["--rule", "target-only", "--rule", "rejection"]):
-        options = _parser().parse_args(["--load", "x", "--prompts", "y", *flags, "--rule", "rejection"])
-        assert [config.rule for config in _configs(options, ())] == ["target-only", "rejection"]
-    (default,) = _configs(_parser().parse_args(["--load", "x", "--prompts", "y"]), (3,))
+        options = parser().parse_args(["--load", "x", "--prompts", "y", *flags, "--rule", "rejection"])
+        assert [config.rule for config in configs_of(options, ())] == ["target-only", "rejection"]
+    (default,) = configs_of(parser().parse_args(["--load", "x", "--prompts", "y"]), (3,))
     assert (default.rule, default.stop_tokens) == ("rejection", (3,))
 
 
@@ -226,10 +209,8 @@ def test_prompts_are_encoded_as_training_data_is(tmp_path):
 
 
 def test_tokenizer_of_another_size_is_noticed():
-    options = Namespace(tokenizer="t")
-
     def vocabulary(columns: int, tokenizer: object) -> int:
-        return _vocabulary(LoadedModel(None, Namespace(vocab_size=95), columns, 16), tokenizer, options)
+        return subject.vocabulary(LoadedModel(None, Namespace(vocab_size=95), columns, 16), tokenizer, "t")
 
     assert vocabulary(112, _Words(False)) == 100
     assert vocabulary(112, None) == 95
