@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze study study-quick study-freeze format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install everything into it
 
@@ -51,6 +51,9 @@ study: $(READY) ## Compare the objectives on two domains: runs/study/ (about an 
 
 study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minutes)
 	$(BIN)/python -m benchmarks.study --quick
+
+bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
+	$(BIN)/python -m benchmarks.decoding
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .

@@ -6,11 +6,13 @@ training layout or torchrun, a head that was never loaded, errors that come late
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +140,32 @@ def test_checkpoint_without_a_head_is_refused(prompts, tmp_path):
         no_dist=True,
     )
     assert "has no MTP weights" in failure("--load", str(tmp_path), "--prompts", prompts)
+
+
+@on_cpu
+@pytest.mark.dist
+def test_two_copies_of_the_model_finish_what_one_began(checkpoint, prompts, tmp_path):
+    (tmp_path / "some.jsonl").write_text("".join(f"{line}\n" for line in Path(prompts).read_text().splitlines()[:3]))
+    output = tmp_path / "out" / "completions.jsonl"
+    common = ["generate", "--load", checkpoint, "--output", str(output), "--max-new-tokens", "10", "--log-probs"]
+    common += ["--samples", "2", "--temperature", "0", "--batch-size", "2"]
+    done = run(*common, "--prompts", str(tmp_path / "some.jsonl"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    begun = output.read_text()
+    assert len(begun.splitlines()) == 6
+    done = run(*common, "--prompts", prompts, "--tensor-parallel", "1", processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "6 completions" in done.stdout
+    assert output.read_text().startswith(begun)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    asked = [json.loads(line)["tokens"] for line in Path(prompts).read_text().splitlines()]
+    assert [line["prompt_tokens"] for line in lines] == [tokens for tokens in asked for _ in range(2)]
+    for first, second in itertools.batched(lines, 2):
+        # greedy: whoever continues a prompt says the same
+        assert first["completion_tokens"] == second["completion_tokens"]
+        assert first["raw_log_probs"] == pytest.approx(second["raw_log_probs"], abs=1e-4)
+    wrong = run(*common, "--prompts", prompts, "--tensor-parallel", "2")
+    assert "1 process(es) cannot be split into groups of 2" in wrong.stderr
 
 
 @pytest.mark.parametrize(
