@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study-freeze format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ bench-freeze: $(READY) ## What a training step costs in each freeze phase (two m
 
 study-freeze: $(READY) ## One-off, alternating, joint: four ways to spend the same tokens (half an hour)
 	$(BIN)/python -m benchmarks.freeze_study
+
+study: $(READY) ## Compare the objectives on two domains: runs/study/ (about an hour; it resumes)
+	$(BIN)/python -m benchmarks.study
+
+study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minutes)
+	$(BIN)/python -m benchmarks.study --quick
 
 bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
 	$(BIN)/python -m benchmarks.decoding

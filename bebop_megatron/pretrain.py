@@ -18,7 +18,7 @@ def _print_once(message: str) -> None:
     print_rank_0(f"bebop_megatron: {message}")
 
 
-def _embedding_ranks(config: Any, pp_ranks: list[int], tied: bool) -> list[int]:
+def embedding_ranks(config: Any, pp_ranks: list[int], tied: bool) -> list[int]:
     """Pipeline ranks that hold a copy of the word embedding: the MTP stage is one of them, or its copy drifts.
 
     A last stage with neither MTP layers nor a tied LM head is none: Megatron would add the LM head's gradient to the
@@ -63,19 +63,17 @@ def _check_data_files(args: Any) -> None:
                     )
 
 
-def _model_config(args: Any) -> Any:
-    """Megatron's model config with our objective attached and our freeze queued.
+def prepare(args: Any, config: Any) -> None:
+    """Attach our objective to Megatron's model config and queue our freeze, as the flags say.
 
     Raises:
-        ValueError: flags that do not go together, missing data files, a checkpoint without MTP weights.
+        ValueError: flags that do not go together, a checkpoint without MTP weights.
     """
     from megatron.training import get_tokenizer
-    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
-    from bebop_megatron.mcore.batches import check_packed_arguments
     from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
@@ -84,11 +82,8 @@ def _model_config(args: Any) -> Any:
     from bebop_megatron.mcore.training_loop import install_training_loop
     from bebop_megatron.schedule.phases import FreezeSchedule
 
-    _check_data_files(args)
-    check_packed_arguments(args)
     objective = config_from_args(ObjectiveConfig, args)
     freezing = config_from_args(FreezeConfig, args)
-    config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
     install_training_loop(objective)
     check_arguments(args, config.transformer, _starting_checkpoint(args))
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
@@ -100,7 +95,7 @@ def _model_config(args: Any) -> Any:
     if change is not None:
         _print_once(f"warning: {change}")
     if not freezing.by_parts:
-        return config
+        return
 
     check_freezing(schedule, freezing, objective, args)
     start = _starting_checkpoint(args)
@@ -110,6 +105,22 @@ def _model_config(args: Any) -> Any:
     config.pre_wrap_hooks.append(lambda chunks: prepare_chunks(chunks, state))
     install_freezing_loop(freezing)
     _print_once(f"freeze schedule\n{schedule.table()}")
+
+
+def _model_config(args: Any) -> Any:
+    """Megatron's model config, prepared.
+
+    Raises:
+        ValueError: as `prepare`; missing data files.
+    """
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    from bebop_megatron.mcore.batches import check_packed_arguments
+
+    _check_data_files(args)
+    check_packed_arguments(args)
+    config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
+    prepare(args, config)
     return config
 
 
@@ -143,7 +154,7 @@ def main() -> None:
         make_dataset_provider(config.transformer),
         ModelType.encoder_or_decoder,
         forward_step,
-        get_embedding_ranks=lambda ranks: _embedding_ranks(
+        get_embedding_ranks=lambda ranks: embedding_ranks(
             config.transformer, ranks, config.share_embeddings_and_output_weights
         ),
     )

@@ -21,11 +21,10 @@ from torch import Tensor
 class Window:
     """What one forward call writes to the caches and may read from them.
 
-    Shape: rows [b] int64, positions [b, t] int64, mask [b, 1, t, length] bool (True = attend), known [b]
-    int64, kept [b] int64 or None, slots [b, t] int64 or None. Every key written goes to its slot, by default
-    the one of its position. `whole` says that `rows` are the first b rows, so that no copy is needed to read
-    them. `known` tokens of a row were confirmed before the call; `kept` columns of the call are, from the
-    first on (None: not known yet).
+    Shape: rows [b] int64, positions [b, t] int64, mask [b, 1, t, length] bool (True = attend), slots [b, t] int64,
+    known [b] int64, kept [b] int64 or None. Every key written goes to its slot, by default the one of its position.
+    `whole` says that `rows` are the first b rows, so that no copy is needed to read them. `known` tokens of a row were
+    confirmed before the call; `kept` columns of the call are, from the first on (None: not known yet).
     """
 
     rows: Tensor

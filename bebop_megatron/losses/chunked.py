@@ -131,13 +131,19 @@ class _Chunks:
 def _first_pass(chunks: _Chunks, collected: RowStats, grads: list[Tensor]) -> None:
     """Statistics of every entry, and its unweighted hidden gradient for each objective."""
 
+    directions = [OBJECTIVES[kind].direction for kind in chunks.options.shares if grads]
+
     def work(entries: Tensor, compared: Comparison) -> None:
-        stats = compared.stats()
+        # in place: nothing else wants the draft's probabilities
+        tv = compared.draft.local.values if directions == ["tv"] and compared.can_fuse else None
+        stats = compared.stats(tv)
         for name, value in vars(stats).items():
             getattr(collected, name)[entries] = value
         for number, (grad, kind) in enumerate(zip(grads, chunks.options.shares, strict=False)):
-            blend = OBJECTIVES[kind].blend(stats.alpha)
-            direction = compared.direction(stats, blend, overwrite=number == len(grads) - 1)
+            direction = tv
+            if direction is None:
+                blend = OBJECTIVES[kind].blend(stats.alpha)
+                direction = compared.direction(stats, blend, overwrite=number == len(grads) - 1)
             grad[entries] = (direction.to(chunks.head.dtype) @ chunks.head).to(grad.dtype)
 
     chunks.each(work)

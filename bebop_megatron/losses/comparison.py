@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bebop_megatron.losses import rows as torch_rows
 from bebop_megatron.losses.backend import Backend, resolve
 from bebop_megatron.losses.rows import LocalRows
 from bebop_megatron.losses.shard import VocabShard
@@ -113,16 +114,23 @@ class Comparison:
         """The target's rows, if there are any."""
         return None if self.reference is None else self.reference.distribution
 
-    def stats(self) -> RowStats:
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the direction `tv` can be had with the statistics: no sum needs another rank, or another kernel."""
+        return self.backend is torch_rows and self.target is not None and self.shard.group is None
+
+    def stats(self, tv: Tensor | None = None) -> RowStats:
         """All statistics [n]. Without target or labels theirs are 0.
 
         Collectives: one all-reduce over the group.
+        Memory: with `tv` [n, columns], for which `can_fuse` must hold, the direction `tv` is written into it.
         """
         draft, target, rows = self.draft, self.target, self.rows
         zero = torch.zeros_like(draft.entropy)
         parts = [zero] * 9
         if target is not None:
-            overlap = self.backend.overlap(draft.local, target.local, rows, draft.share, target.share)
+            sides = (draft.local, target.local, rows, draft.share, target.share)
+            overlap = self.backend.overlap(*sides) if tv is None else torch_rows.overlap(*sides, tv)
             weight = _share(target)[rows]
             parts[0], parts[1], parts[8] = overlap.alpha, overlap.covered, overlap.rejected
             parts[2] = _part_of_mean(weight, draft.local.cross, draft.shift)

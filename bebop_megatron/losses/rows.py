@@ -178,9 +178,18 @@ def _target_probabilities(side: LocalRows, share: Tensor | None, rows: Tensor, o
 
 
 def overlap(
-    draft: LocalRows, target: LocalRows, rows: Tensor, draft_share: Tensor | None, target_share: Tensor | None
+    draft: LocalRows,
+    target: LocalRows,
+    rows: Tensor,
+    draft_share: Tensor | None,
+    target_share: Tensor | None,
+    tv: Tensor | None = None,
 ) -> Overlap:
-    """Sums over this rank's columns; `*_share` [n]: the part of each distribution that lies here, None: all of it."""
+    """Sums over this rank's columns; `*_share` [n]: the part of each distribution that lies here, None: all of it.
+
+    `tv` [n, columns], only where all columns are here, receives the direction `tv` in passing: blocks are in the cache
+    still. It may be the draft's values.
+    """
     n, columns = draft.values.shape
     alpha, covered, rejected = draft.values.new_zeros(3, n)
     size = _block_rows(n, columns, rows.device)
@@ -192,7 +201,11 @@ def overlap(
         torch.sum(torch.minimum(p, q, out=c), -1, out=alpha[part])
         over = _where_rejected(q, p, c)
         torch.sum(over, -1, out=rejected[part])
-        torch.sum(torch.sub(q, over, out=c), -1, out=covered[part])
+        # the target's block is not needed any more
+        under = torch.sub(q, over, out=p)
+        torch.sum(under, -1, out=covered[part])
+        if tv is not None:
+            torch.mul(over, covered[part][:, None], out=tv[part]).sub_(under.mul_(rejected[part][:, None]))
     return Overlap(alpha, covered, rejected)
 
 

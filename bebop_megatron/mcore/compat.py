@@ -289,3 +289,29 @@ def check(seams: tuple[Seam, ...] | None = None) -> None:
     require(_installed_seams() if seams is None else seams)
     if seams is None:
         _check_what_is_read(tested)
+
+
+def survey() -> list[tuple[str, str, str | None]]:
+    """Every name that we rebind or read: what needs it, where it is, what is wrong with it (None: nothing)."""
+    groups = {
+        "objective": _installed_seams(),
+        "GPT builder": (BUILDER_SEAM,),
+        "training loop": LOOP_SEAMS,
+        "freeze schedules": (*FREEZE_SEAMS, *GROUP_KEY_SEAMS, *TRAINING_SEAMS),
+    }
+    found = []
+    for group, seams in groups.items():
+        for seam in seams:
+            try:
+                require((seam,))
+                problem = None
+            except (ImportError, AttributeError, RuntimeError) as error:
+                problem = str(error)
+            found.append((group, f"{seam.module.replace(':', '.')}.{seam.name}", problem))
+    try:
+        _check_what_is_read(", ".join(TESTED_VERSIONS))
+        problem = None
+    except (ImportError, AttributeError, RuntimeError) as error:
+        problem = str(error)
+    found.append(("names that are read", "configuration fields and attributes", problem))
+    return found

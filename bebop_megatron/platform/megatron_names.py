@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -96,9 +97,9 @@ def _patch_moe(patcher: Patcher) -> None:
 
 
 def _patch_datasets(patcher: Patcher) -> None:
-    # the wheel ships the compiled helper, not the makefile that would build it
-    importlib.import_module("megatron.core.datasets.helpers_cpp")
-    patcher.set(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", lambda: None)
+    # the wheel ships the compiled helper, not the makefile that would build it; a source tree has the makefile
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        patcher.set(importlib.import_module("megatron.core.datasets.utils"), "compile_helpers", lambda: None)
 
 
 def patch_megatron(patcher: Patcher) -> None:

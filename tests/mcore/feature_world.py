@@ -280,7 +280,7 @@ def build(case: Case) -> list[Any]:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 
     from bebop_megatron.mcore.mtp_attention import set_mtp_attention
-    from bebop_megatron.pretrain import _embedding_ranks
+    from bebop_megatron.pretrain import embedding_ranks
 
     config, extra = make_config(case)
     # before the model is built: Megatron then gives MTP weights a clipping norm of their own
@@ -288,7 +288,7 @@ def build(case: Case) -> list[Any]:
     if case.attention is not None:
         set_mtp_attention(config, case.attention)
     tied = bool(extra["tied"])
-    _join_groups(case, tuple(_embedding_ranks(config, list(range(case.pp)), tied)))
+    _join_groups(case, tuple(embedding_ranks(config, list(range(case.pp)), tied)))
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     chunks = []
