@@ -122,7 +122,8 @@ def test_copies_of_the_model_share_the_prompts(alone, tmp_path, world, tensor_pa
                 # every rank has the whole result
                 assert torch.equal(part.pop("counts"), parts[0]["counts"])
                 assert part == {key: parts[0][key] for key in part}
-            assert parts[0]["prompts"] == one["prompts"]
+            if name != "in turn":
+                assert parts[0]["prompts"] == one["prompts"]
             if name in ("greedy", "one prompt"):
                 # by sequence: which ones are decoded together changes nothing
                 assert parts[0]["tokens"] == one["tokens"]
