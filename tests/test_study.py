@@ -158,6 +158,8 @@ def test_tables_and_sentences_say_what_the_rows_say(tmp_path):
     assert list(by_loss) == ["ce", "kl", "tv"]
     assert by_loss["tv"]["- ce, by prompt"].startswith("+3.3 ± ")
     assert by_loss["tv"]["- ce, by seed"] == "+3.3 ± 0.0"
+    assert by_loss["tv"]["- kl, by prompt"].startswith("+1.7 ± ")
+    assert by_loss["kl"]["- kl, by prompt"] == "-"
     assert by_loss["tv"]["target-only - ce"] == "+0.0 ± 0.0"
     assert (by_loss["ce"]["paper, rejection"], by_loss["tv"]["paper, rejection"]) == ("71.3", "+3.3")
     said = readings(rows)
