@@ -207,6 +207,8 @@ def _print(points: Sequence[Point], changes: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from bebop_megatron.evaluation.sweep_page import shown, span
+
     console = Console()
     curves = [point for point in points if point.found is not None]
     if curves:
@@ -216,9 +218,12 @@ def _print(points: Sequence[Point], changes: Sequence[dict[str, Any]]) -> None:
         for point in curves:
             found: dict[str, Any] = point.found or {}
             slope = found["slope"]
-            r = "-" if found["r"] is None else f"{found['r']:.3f}"
-            ends = f"{slope['low']:+.3f} to {slope['high']:+.3f}"
-            cells = [f"{slope['value']:+.3f}", ends, r, f"{point.entropy:.3f}", f"{point.acceptance:.3f}"]
+            cells = [
+                shown(slope["value"], "+.3f"),
+                span(slope["low"], slope["high"], digits=3),
+                shown(found["r"], ".3f"),
+            ]
+            cells += [shown(point.entropy, ".3f"), shown(point.acceptance, ".3f")]
             view.add_row(point.name, point.rule, *cells)
         console.print(view)
     for change in changes:

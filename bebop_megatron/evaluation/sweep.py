@@ -20,11 +20,11 @@ from torch import Tensor
 from bebop_megatron.entropy import EntropyCurve
 from bebop_megatron.evaluation.agreement import length_agreement, rows_of, step_agreement, verifications
 from bebop_megatron.evaluation.decode import SpeculativeDecoder
-from bebop_megatron.evaluation.estimate import Estimate, ratio
+from bebop_megatron.evaluation.estimate import Estimate, clustered_mean, ratio
 from bebop_megatron.evaluation.expected import ExpectedAcceptance, expected_acceptance
 from bebop_megatron.evaluation.outcome import ACCEPTED, REACHED, GenerationResult
 from bebop_megatron.evaluation.results import write_json
-from bebop_megatron.evaluation.settings import DecodeConfig
+from bebop_megatron.evaluation.settings import ATTENTION_MODES, DecodeConfig
 from bebop_megatron.evaluation.subject import Subject, Text
 from bebop_megatron.evaluation.verify import RULES
 
@@ -216,6 +216,20 @@ def _expected_summary(full: ExpectedAcceptance, result: GenerationResult, rule: 
     }
 
 
+def attention_summary(modes: dict[str, ExpectedAcceptance], rule: str) -> dict[str, Any]:
+    """Accept length in every attention mode on one text, and the difference to the first mode, anchor by anchor."""
+    first, *_ = modes.values()
+    kept = first.complete
+    own = first.prefix(rule)[kept].sum(1)
+    return {
+        mode: {
+            "accept_length": full.accept_length(rule).to_json(),
+            "difference": clustered_mean(full.prefix(rule)[kept].sum(1) - own, first.sequence[kept]).to_json(),
+        }
+        for mode, full in modes.items()
+    }
+
+
 class Store:
     """The folder of finished cells."""
 
@@ -230,8 +244,11 @@ class Store:
         payload = json.loads(path.read_text())
         if payload["cell"] != cell.key:
             return None
+        size = payload["num_sequences"], cell.config.gamma
         counts = torch.tensor(payload.pop("counts"), dtype=torch.float64)
-        return Outcome(**payload, counts=counts.reshape(payload["num_sequences"], cell.config.gamma, 4))
+        # nothing is counted without drafts, and an empty list has no shape
+        counts = counts.reshape(*size, -1) if size[1] else counts.new_zeros(*size, 4)
+        return Outcome(**payload, counts=counts)
 
     def save(self, cell: Cell, outcome: Outcome) -> None:
         """Keep it: all of it or nothing."""
@@ -252,8 +269,21 @@ def run_cell(
     if config.record:
         texts = [text.prompts[sequence.prompt] + sequence.tokens for sequence in result.sequences]
         lengths = [len(text.prompts[sequence.prompt]) for sequence in result.sequences]
-        full = expected_acceptance(subject.model, texts, config, vocab_size=subject.vocab_size, prompt_lengths=lengths)
+
+        def forward(attention: str) -> ExpectedAcceptance:
+            return expected_acceptance(
+                subject.model,
+                texts,
+                replace(config, attention=attention),
+                vocab_size=subject.vocab_size,
+                prompt_lengths=lengths,
+            )
+
+        full = forward(config.attention)
         expected = _expected_summary(full, result, config.rule)
+        if cell.kind == "main":
+            others = {mode: forward(mode) for mode in ATTENTION_MODES if mode != config.attention}
+            expected["attention"] = attention_summary({config.attention: full} | others, config.rule)
     return Outcome(
         cell=cell.key,
         counts=result.counts,

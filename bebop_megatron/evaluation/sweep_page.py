@@ -17,6 +17,11 @@ def grid(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)] + [""]
 
 
+def shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None or value != value else format(scale * value, form)
+
+
 def span(low: float | None, high: float | None, digits: int = 2) -> str:
     """An interval, or a dash where it could not be told."""
     return "-" if low is None or high is None or low != low else f"{low:.{digits}f} to {high:.{digits}f}"
@@ -30,7 +35,7 @@ def _acceptance(rows: Sequence[EvaluationRow], outcomes: Sequence[Outcome]) -> l
         expected = checked[row.loss, row.rule] or {}
         worst = max((step["worst"] for step in expected["steps"]), default=0.0)
         gap = expected["difference"]
-        z = "-" if not gap["stderr"] else f"{gap['value'] / gap['stderr']:+.1f}"
+        z = gap["value"] / gap["stderr"] if gap["stderr"] else None
         cells.append(
             [
                 row.loss,
@@ -38,10 +43,10 @@ def _acceptance(rows: Sequence[EvaluationRow], outcomes: Sequence[Outcome]) -> l
                 percent(row.accept_rate, row.accept_rate_stderr),
                 f"{row.accept_length:.2f}",
                 span(row.accept_length_low, row.accept_length_high),
-                "-" if row.expected_accept_length is None else f"{row.expected_accept_length:.2f}",
+                shown(row.expected_accept_length, ".2f"),
                 span(row.expected_accept_length_low, row.expected_accept_length_high),
                 f"{worst:.1f}",
-                z,
+                shown(z, "+.1f"),
             ]
         )
     return [
@@ -54,6 +59,31 @@ def _acceptance(rows: Sequence[EvaluationRow], outcomes: Sequence[Outcome]) -> l
     ]
 
 
+def _attention(outcomes: Sequence[Outcome]) -> list[str]:
+    header = ["head", "rule", "decoded with", "accept length", "other mode", "accept length", "difference, 95%"]
+    cells = []
+    for outcome in outcomes:
+        modes = (outcome.expected or {}).get("attention", {})
+        own = outcome.config["attention"]
+        for mode in modes:
+            if mode != own:
+                gap = modes[mode]["difference"]
+                lengths = [shown(modes[each]["accept_length"]["value"], ".3f") for each in (own, mode)]
+                ends = span(gap["low"], gap["high"], digits=3)
+                label, rule = outcome.cell["label"], outcome.config["rule"]
+                cells.append([label, rule, own, lengths[0], mode, lengths[1], ends])
+    if not cells:
+        return []
+    return [
+        "## What draft steps attend to",
+        "",
+        *grid(header, cells),
+        "Both modes by a full forward pass over the same text, started at every anchor: what it costs, or gains, to "
+        "serve this head in the other mode.",
+        "",
+    ]
+
+
 def _entropy(outcomes: Sequence[Outcome]) -> list[str]:
     header = ["head", "rule", "slope, points per nat", "95%", "r", "mean entropy, nats", "mean acceptance %"]
     cells = []
@@ -62,17 +92,16 @@ def _entropy(outcomes: Sequence[Outcome]) -> list[str]:
             continue
         found = outcome.expected["entropy"][outcome.config["rule"]]
         slope = found["slope"]
-        value = lambda number, form: "-" if number is None or number != number else format(number, form)  # noqa: E731
         ends = [None if slope[end] is None else 100 * slope[end] for end in ("low", "high")]
         cells.append(
             [
                 outcome.cell["label"],
                 outcome.config["rule"],
-                "-" if slope["value"] is None else value(100 * slope["value"], ".1f"),
+                shown(slope["value"], ".1f", 100),
                 span(*ends, digits=1),
-                value(found["r"], ".2f"),
-                value(found["mean_entropy"]["value"], ".2f"),
-                "-" if found["mean_acceptance"]["value"] is None else f"{100 * found['mean_acceptance']['value']:.1f}",
+                shown(found["r"], ".2f"),
+                shown(found["mean_entropy"]["value"], ".2f"),
+                shown(found["mean_acceptance"]["value"], ".1f", 100),
             ]
         )
     return grid(header, cells)
@@ -87,7 +116,7 @@ def _temperatures(rows: Sequence[EvaluationRow]) -> list[str]:
             f"{row.temperature:g}",
             percent(row.accept_rate, row.accept_rate_stderr),
             f"{row.accept_length:.2f}",
-            "-" if row.expected_accept_length is None else f"{row.expected_accept_length:.2f}",
+            shown(row.expected_accept_length, ".2f"),
             f"{row.num_tokens:,}",
         ]
         for row in sorted(rows, key=lambda row: (row.loss, row.rule, row.temperature))
@@ -151,6 +180,7 @@ def write_page(
         "of one step, given the steps before it. The interval leaves out one text at a time.",
         "",
     ]
+    lines += _attention(outcomes)
     if found:
         title = "Accept length and speed by number of drafts"
         lines += [f"## {title}", "", *picture(title), *_speed(found)]

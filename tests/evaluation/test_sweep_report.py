@@ -69,6 +69,10 @@ def outcome(cell: Cell, speed: float = 100.0, sequences: int = 12) -> Outcome:
         "accept_rate": estimate | {"value": 0.3},
         "difference": estimate | {"value": 0.01},
         "steps": [{"z": 0.5, "worst": 0.7}],
+        "attention": {
+            mode: {"accept_length": estimate, "difference": estimate | {"low": -0.01, "high": 0.03}}
+            for mode in ("chain", "first-depth")
+        },
         "entropy": {"rejection": entropy, "target-only": entropy},
     }
     return Outcome(
@@ -182,7 +186,14 @@ def test_a_report_of_two_heads_has_every_figure_and_number(tmp_path):
     # the time of a recorded run is no speed
     assert main_row.baseline_tokens_per_second is None
     page = (tmp_path / "report.md").read_text()
-    for expected in ("speculation pays", "temperature.png", "| 2 | 2 |", "commit: 0123456789ab", "here at iteration 7"):
+    for expected in (
+        "speculation pays",
+        "temperature.png",
+        "| 2 | 2 |",
+        "commit: 0123456789ab",
+        "here at iteration 7",
+        "first-depth",
+    ):
         assert expected in page
     assert "nan" not in page
     points = from_results([str(tmp_path / "results.json")], ["rejection"])
