@@ -20,7 +20,7 @@ from benchmarks.study import statistics
 from benchmarks.study.command import main
 from benchmarks.study.jobs import Job, Study
 from benchmarks.study.plan import FULL, QUICK, RULES, Cell, Head, all_cells, main_cells
-from benchmarks.study.publish import block, markdown, measured_block, update_document
+from benchmarks.study.publish import block, markdown, measured_block, publish, update_document
 from benchmarks.study.results import Difference, difference, load_results, over_seeds, rows_of, select
 from benchmarks.study.statistics import PromptCounts, line, mean, paired_mean, paired_rate, rate
 from benchmarks.study.tables import length_over_entropy, main_table, readings, tables
@@ -158,6 +158,8 @@ def test_tables_and_sentences_say_what_the_rows_say(tmp_path):
     assert list(by_loss) == ["ce", "kl", "tv"]
     assert by_loss["tv"]["- ce, by prompt"].startswith("+3.3 ± ")
     assert by_loss["tv"]["- ce, by seed"] == "+3.3 ± 0.0"
+    assert by_loss["tv"]["- kl, by prompt"].startswith("+1.7 ± ")
+    assert by_loss["kl"]["- kl, by prompt"] == "-"
     assert by_loss["tv"]["target-only - ce"] == "+0.0 ± 0.0"
     assert (by_loss["ce"]["paper, rejection"], by_loss["tv"]["paper, rejection"]) == ("71.3", "+3.3")
     said = readings(rows)
@@ -169,21 +171,25 @@ def test_tables_and_sentences_say_what_the_rows_say(tmp_path):
 
 
 def test_document_is_updated_in_place_and_says_what_the_data_say(tmp_path):
-    study, rows = fake_rows(tmp_path)
-    document, file = tmp_path / "study.md", tmp_path / "study-a.json"
+    study, rows = fake_rows(tmp_path / "study")
+    where = {"date": "2026-01-01", "cpu": "A (R) processor", "cores": 2, "jobs": 2, "torch": "2", "megatron-core": "0"}
+    (study.output / "environment.json").write_text(json.dumps(where))
+    document = tmp_path / "docs/study.md"
+    document.parent.mkdir()
     document.write_text((ROOT / "docs/study.md").read_text())
-    where = {"date": "2026-01-01", "cpu": "a processor", "cores": 2, "jobs": 2, "torch": "2", "megatron-core": "0"}
-    data = {"environment": where, "size": vars(study.size), "cpu_seconds": 7200, "figures": ["main"], "results": rows}
-    file.write_text(json.dumps(data))
-    update_document(document, file)
-    once = document.read_text()
-    update_document(document, file)
+    files = publish(study, tmp_path)
+    assert all(file.stat().st_size > 1000 for file in files)
+    once, name = document.read_text(), "study-a-r-processor-2-cores-2026-01-01"
+    data = json.loads(files[0].read_text())
+    assert measured_block(once) == (name, block(data, name))
+    assert data["figures"] == ["main", "temperature", "entropy", "depth", "arms"]
+    assert data["cpu_seconds"] == len({cell.name for cell in study.cells})
+    assert load_results(files[0]) == json.loads(json.dumps(rows))
+    update_document(document, files[0])
     assert document.read_text() == once
-    assert measured_block(once) == ("study-a", block(json.loads(file.read_text()), "study-a"))
-    assert load_results(file) == json.loads(json.dumps(rows))
     document.write_text("nothing")
     with pytest.raises(ValueError, match="must have one block"):
-        update_document(document, file)
+        update_document(document, files[0])
 
 
 def test_measured_block_of_the_document_is_that_of_its_data_file():

@@ -167,7 +167,7 @@ def sizes_of(config: dict[str, Any]) -> Sizes:
     if family.linear and not kinds:
         every = text.get("full_attention_interval", 4)
         kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    linear = tuple(kind == "linear_attention" for kind in kinds) if family.linear else (False,) * layers
+    linear = tuple(kind == "linear_attention" for kind in kinds or ()) if family.linear else (False,) * layers
     if len(linear) != layers:
         raise ValueError(f"layer_types names {len(linear)} layers, num_hidden_layers is {layers}")
     if all(linear):

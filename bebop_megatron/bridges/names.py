@@ -114,23 +114,12 @@ UNFUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 
-# modules that keep an extra state in a checkpoint: Megatron asks for it, and it is empty unless training used fp8
-EXTRA_STATES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "self_attention.core_attention",
-    "self_attention.in_proj",
-    "self_attention.out_norm",
-    "self_attention.out_proj",
-    "input_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "mlp.experts.experts.linear_fc1[e]",
-    "mlp.experts.experts.linear_fc2[e]",
-    "mlp.shared_experts.linear_fc1",
-    "mlp.shared_experts.linear_fc2",
-)
-MTP_EXTRA_STATES = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+# modules that keep an extra state in a checkpoint on some backend, by what a layer is made of: Megatron asks for it,
+# and it is empty unless training used fp8
+_ATTENTION = ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm", "core_attention")
+STATES_ATTENTION = tuple(f"self_attention.{module}" for module in _ATTENTION)
+STATES_DELTA_NET = tuple(f"self_attention.{module}" for module in ("in_proj", "out_norm", "out_proj"))
+STATES_DENSE_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
+STATES_MOE = ("pre_mlp_layernorm", "mlp.experts.experts.linear_fc1[e]", "mlp.experts.experts.linear_fc2[e]")
+STATES_SHARED_EXPERT = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+STATES_MTP = ("enorm", "hnorm", "eh_proj", "final_layernorm")

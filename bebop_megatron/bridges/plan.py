@@ -138,22 +138,25 @@ def mtp_rows(sizes: Sizes, layers: int, style: Style) -> Iterator[Row]:
             yield from _expand(rule, f"mtp.layers.{k}.", f"mtp.layers.{k}.transformer_layer.", sizes)
 
 
+def _states(sizes: Sizes, linear: bool, experts: bool) -> tuple[str, ...]:
+    mixer = names.STATES_DELTA_NET if linear else names.STATES_ATTENTION
+    if not experts:
+        return (*mixer, *names.STATES_DENSE_MLP)
+    return (*mixer, *names.STATES_MOE, *(names.STATES_SHARED_EXPERT if sizes.shared_ffn else ()))
+
+
 def extra_states(sizes: Sizes, mtp_layers: int) -> Iterator[Place]:
-    """Modules that may keep an extra state, by their name in the model."""
-    layers = [(f"decoder.layers.{i}.", i) for i in range(sizes.layers)]
-    layers += [(f"mtp.layers.{k}.transformer_layer.", sizes.attention_layer) for k in range(mtp_layers)]
-    for prefix, i in layers:
-        delta = sizes.linear[i] and prefix.startswith("decoder.")
-        for module in names.EXTRA_STATES:
-            if delta and "linear_qkv" in module:
-                continue
-            if not module.endswith("[e]"):
-                yield Place(f"{prefix}{module}._extra_state")
-            elif sizes.experts_in[i]:
-                for expert in range(sizes.experts):
-                    yield Place(f"{prefix}{module[:-3]}._extra_state", (expert,), (sizes.experts,))
+    """Extra states that a checkpoint may be asked for, by their name in the model."""
+    layers = [
+        (f"decoder.layers.{i}.", _states(sizes, linear, sizes.experts_in[i])) for i, linear in enumerate(sizes.linear)
+    ]
+    inner = _states(sizes, False, sizes.experts_in[sizes.attention_layer])
     for k in range(mtp_layers):
-        for module in names.MTP_EXTRA_STATES:
-            yield Place(f"mtp.layers.{k}.{module}._extra_state")
-    yield Place("decoder.final_layernorm._extra_state")
-    yield Place("output_layer._extra_state")
+        layers += [(f"mtp.layers.{k}.transformer_layer.", inner), (f"mtp.layers.{k}.", names.STATES_MTP)]
+    for prefix, modules in (*layers, ("", ("decoder.final_layernorm", "output_layer"))):
+        for module in modules:
+            name = f"{prefix}{module.removesuffix('[e]')}._extra_state"
+            if module.endswith("[e]"):
+                yield from (Place(name, (expert,), (sizes.experts,)) for expert in range(sizes.experts))
+            else:
+                yield Place(name)

@@ -15,13 +15,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Hugging Face folders to Megatron torch_dist checkpoints and back, MTP layers included.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    head = {"choices": ("last-layer", "random"), "help": "make an MTP layer: like the last attention layer, or random"}
+    methods, make = ("last-layer", "random"), "make an MTP layer: like the last attention layer, or random"
 
     command = commands.add_parser("import", help="Hugging Face folder -> torch_dist checkpoint")
     command.add_argument("--hf", type=Path, required=True, help="folder with config.json and safetensors")
     command.add_argument("--output", type=Path, required=True, help="new checkpoint folder, for --load")
     command.add_argument("--model", choices=("gpt", "hybrid"), help="default: hybrid with gated delta nets, else gpt")
-    command.add_argument("--init-mtp", **head)
+    command.add_argument("--init-mtp", choices=methods, help=make)
     command.add_argument("--mtp-depth", type=int, help="draft steps that the checkpoint's arguments ask for")
     command.add_argument("--seed", type=int, default=0, help="of a new MTP layer")
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("attach", help="give a torch_dist checkpoint without MTP layers one")
     command.add_argument("--load", type=Path, required=True)
     command.add_argument("--output", type=Path, required=True)
-    command.add_argument("--init-mtp", **(head | {"default": "last-layer"}))
+    command.add_argument("--init-mtp", choices=methods, default="last-layer", help=make)
     command.add_argument("--mtp-depth", type=int, default=1)
     command.add_argument("--seed", type=int, default=0)
 

@@ -71,6 +71,8 @@ def main_table(rows: Sequence[Row], domain: str) -> Table:
         pair = difference(rejection, against["rejection"]) if loss != "ce" else None
         line_ += ["-" if pair is None else percent(pair.by_prompt, sign=True)]
         line_ += ["-" if pair is None or pair.by_seed is None else percent(pair.by_seed, sign=True)]
+        pair = difference(rejection, select(mine, loss="kl", rule="rejection")) if loss != "kl" else None
+        line_ += ["-" if pair is None else percent(pair.by_prompt, sign=True)]
         pair = difference(greedy, against["target-only"]) if loss != "ce" else None
         line_ += ["-" if pair is None else percent(pair.by_prompt, sign=True)]
         known = paper.get(loss)
@@ -84,14 +86,15 @@ def main_table(rows: Sequence[Row], domain: str) -> Table:
         "accept length",
         "- ce, by prompt",
         "- ce, by seed",
+        "- kl, by prompt",
         "target-only - ce",
         "paper, rejection",
     ]
     gamma = ", ".join(str(gamma) for gamma in values(mine, field="gamma"))
     note = (
         f"Acceptance rate at gamma {gamma}, temperature 1, decoded in chain, ± half a 95% interval: over seeds where "
-        "there are several, over prompts otherwise. Accept length under rejection. Differences from ce in points, "
-        "paired over the same prompts and seeds."
+        "there are several, over prompts otherwise. Accept length under rejection. Differences in points, paired "
+        "over the same prompts and seeds. The paper's ce has soft targets, and so the gradient of kl here."
     )
     return Table(f"{domain}: objectives", note, header, cells)
 

@@ -46,6 +46,8 @@ def _texts(**overrides):
     for kind, settings in MODELS.items():
         model = tiny.build(**settings, **overrides)
         for name, config in CONFIGS.items():
+            if kind == "hybrid" and name != "sampled":
+                continue
             decoder = SpeculativeDecoder(model, config, vocab_size=TRUE_SIZE)
             result = decoder.generate(tiny.prompts(6, 1, 9, vocab_size=TRUE_SIZE))
             texts[kind, name] = [sequence.tokens for sequence in result.sequences]
@@ -86,7 +88,7 @@ def _rank(rank: int, world: int, folder: str, tensor_parallel: int) -> None:
         out = {}
         if world == 1 or tensor_parallel < world:
             # four processes on two cores wait for each other most of the time
-            out["shared"] = _shared(["plain", "hybrid"] if world < 4 else ["hybrid"])
+            out["shared"] = _shared({1: ["plain", "hybrid"], 2: ["plain"], 4: ["hybrid"]}[world])
         if tensor_parallel == world:
             out["plain"] = _texts()
         if tensor_parallel == world == 2:
@@ -122,7 +124,8 @@ def test_copies_of_the_model_share_the_prompts(alone, tmp_path, world, tensor_pa
                 # every rank has the whole result
                 assert torch.equal(part.pop("counts"), parts[0]["counts"])
                 assert part == {key: parts[0][key] for key in part}
-            assert parts[0]["prompts"] == one["prompts"]
+            # every copy finishes what it began: there may be one sequence more
+            assert parts[0]["prompts"][: len(one["prompts"])] == one["prompts"]
             if name in ("greedy", "one prompt"):
                 # by sequence: which ones are decoded together changes nothing
                 assert parts[0]["tokens"] == one["tokens"]
@@ -131,7 +134,7 @@ def test_copies_of_the_model_share_the_prompts(alone, tmp_path, world, tensor_pa
             elif name == "sampled":
                 assert len({tuple(tokens) for tokens in parts[0]["tokens"]}) == 4
             else:
-                assert len(parts[0]["prompts"]) in (7, 8)
+                assert len(parts[0]["prompts"]) == 8
 
 
 def test_every_sequence_has_one_rank():

