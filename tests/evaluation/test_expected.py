@@ -17,7 +17,7 @@ import torch
 from bebop_megatron.evaluation import DecodeConfig, SpeculativeDecoder, filtered_probs, full_forward
 from bebop_megatron.evaluation.agreement import length_agreement, rows_of, step_agreement, verifications
 from bebop_megatron.evaluation.estimate import clustered_mean, ratio, student_t
-from bebop_megatron.evaluation.expected import expected_acceptance
+from bebop_megatron.evaluation.expected import ExpectedAcceptance, expected_acceptance
 from tests.evaluation import tiny
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -175,6 +175,36 @@ def test_a_target_one_row_off_is_noticed(model, rule, monkeypatch):
     assert result.records is not None
     full = expected_acceptance(model, texts, config, vocab_size=8, prompt_lengths=[3] * 300)
     assert max(agreement.worst for agreement in step_agreement(result.records, full, rule)) > 6
+
+
+def test_the_unbiased_estimate_sums_to_the_decoders_own_chances():
+    """Statement (b) without sampling: over every text of two tokens, weighted with the target's probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 2, 3, 3, generator=generator, dtype=torch.float64).mul(3).softmax(-1).unbind(0)
+    # p[0, 0] and q[0, 0] belong to step 1; p[1, x] and q[1, x] to step 2 after token x
+    first_p, first_q, best = p[0, 0], q[0, 0], int(q[0, 0].argmax())
+    shape = (3, 2)
+    alpha = torch.stack([torch.minimum(first_p, first_q).sum().expand(3), torch.minimum(p[1], q[1]).sum(-1)], 1)
+    greedy = torch.stack([first_p[best].expand(3), p[1].gather(1, q[1].argmax(-1)[:, None])[:, 0]], 1)
+    texts = ExpectedAcceptance(
+        sequence=torch.arange(3),
+        anchor=torch.zeros(3, dtype=torch.int64),
+        known=torch.ones(shape, dtype=torch.bool),
+        next_known=torch.tensor([[True, False]] * 3),
+        alpha=alpha,
+        p_argmax_q=greedy,
+        p_next=torch.stack([first_p, torch.zeros(3)], 1),
+        q_next=torch.stack([first_q, torch.zeros(3)], 1),
+        next_is_argmax=torch.tensor([[x == best, False] for x in range(3)]),
+        target_entropy=torch.zeros(shape),
+        draft_entropy=torch.zeros(shape),
+    )
+    # a decoder's: draft x with probability q, accept it, then accept the second draft
+    both = sum(float(torch.minimum(first_p, first_q)[x] * alpha[x, 1]) for x in range(3))
+    assert float(first_p @ texts.prefix("rejection")[:, 1]) == pytest.approx(both, rel=1e-6)
+    assert float(first_p @ texts.prefix("target-only")[:, 1]) == pytest.approx(float(first_p[best] * greedy[best, 1]))
+    # the product of the steps is another number
+    assert float(first_p @ texts.teacher_forced("rejection")[:, 1]) != pytest.approx(both, rel=1e-3)
 
 
 def test_what_cannot_be_measured_is_refused(model):
