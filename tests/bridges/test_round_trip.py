@@ -40,14 +40,17 @@ def _assert_close(actual, expected):
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_logits_are_those_of_transformers(converted, name):
-    expected = models.make_model(name)(IDS).logits.detach()
-    _assert_close(converted.computed[f"{name}/tp1"]["logits"], expected)
+    expected = models.make_model(name)(IDS, use_cache=False).logits.detach()
+    # the runs pad the vocabulary, as a run does whose command line gives its true size
+    logits, padding = converted.computed[f"{name}/tp1"]["logits"].split([96, 32], -1)
+    _assert_close(logits, expected)
+    assert not padding.any()
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_draft_steps_are_those_of_the_reference_block(converted, name):
     config = json.loads((converted.root / name / "hf" / "config.json").read_text())
-    hidden = models.make_model(name).model(IDS).last_hidden_state.detach()
+    hidden = models.make_model(name).model(IDS, use_cache=False).last_hidden_state.detach()
     actual = converted.computed[f"{name}/tp1"]["hidden"].transpose(1, 2)
     _assert_close(actual[0], hidden)
     expected = draft_states(converted.tensors[name], config, hidden, IDS, DEPTHS)
