@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face for every family, through real Megatron models under three layouts.
+"""Hugging Face -> Megatron -> Hugging Face for every family, through real Megatron models under several layouts.
 
 Catches: a fused projection laid out otherwise than Megatron reads it, a norm without its one, embedding and hidden
 state exchanged, a tensor that a layout loses, doubles or pads.
@@ -13,7 +13,7 @@ import torch
 
 from bebop_megatron.convert import export_checkpoint
 from tests.bridges import models
-from tests.bridges.conftest import DEPTHS, IDS, LAYOUTS, quiet
+from tests.bridges.conftest import DEPTHS, IDS, layouts_of, quiet
 from tests.bridges.reference import draft_states
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
@@ -26,8 +26,7 @@ def test_export_of_the_imported_checkpoint_is_bit_identical(converted, name):
     models.assert_same_tensors(models.read_folder(folder / "direct"), converted.tensors[name])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize(("name", "layout"), [(name, x) for name in models.MODELS for x in layouts_of(name)])
 def test_what_a_run_loads_and_saves_exports_bit_identically(converted, name, layout):
     folder = converted.root / name
     export_checkpoint(folder / layout, folder / "hf", folder / f"{layout}-out", note=quiet)
