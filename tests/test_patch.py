@@ -281,6 +281,20 @@ def test_patched_script_trains_as_our_entry_point_does(upstream, processes):
 
 @needs_upstream
 @pytest.mark.dist
+def test_patched_hybrid_script_trains(upstream):
+    from tests.test_pretrain_features import COMMON, DELTA
+
+    real(upstream, "apply")
+    flags = ["--mtp-loss", "tv", "--train-iters", "2", "--hybrid-layer-pattern", "G-*-/*-/*-"]
+    done = run_script(upstream, "pretrain_hybrid.py", *flags, model=[*COMMON, *DELTA])
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = log(done.stdout)
+    assert 0 < float(lines[2]["mtp tv loss"]) < 1
+    assert lines[2]["mtp tv loss"] != lines[1]["mtp tv loss"]
+
+
+@needs_upstream
+@pytest.mark.dist
 def test_patched_script_without_our_flags_and_with_bad_ones(upstream):
     real(upstream, "apply")
     done = run_script(upstream, "pretrain_gpt.py", "--train-iters", "1")
