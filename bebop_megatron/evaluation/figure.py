@@ -18,7 +18,7 @@ STYLES = {
     "lk": ("#009E73", "P"),
     "lk-hybrid": ("#0072B2", "X"),
 }
-SPARE_STYLES = (("#000000", "*"), ("#F0E442", "h"), ("#7F4F24", "<"), ("#5B5EA6", ">"))
+SPARE_STYLES = (("#000000", "*"), ("#5B5EA6", ">"), ("#7F4F24", "<"), ("#F0E442", "h"))
 
 
 def styles_of(losses: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -111,16 +111,16 @@ def verdicts(found: Sequence[Speed]) -> list[str]:
             f"from {min(best.ratios):.2f} to {max(best.ratios):.2f}), with an accept length of "
             f"{best.accept_length.value:.2f} where {best.break_even_length:.2f} breaks even"
         )
-        if best.speedup < 1:
-            out.append(
-                f"{where}: speculation does not pay. At this batch size decoding without drafts is faster than with "
-                f"any number of drafts that was measured; the least bad, {numbers}."
-            )
-            continue
         if not best.told_apart:
             out.append(
                 f"{where}: these runs do not tell whether speculation pays. The best, {numbers}: more rounds or more "
                 "tokens are needed."
+            )
+            continue
+        if best.speedup < 1:
+            out.append(
+                f"{where}: speculation does not pay. At this batch size decoding without drafts is faster than with "
+                f"any number of drafts that was measured; the least bad, {numbers}."
             )
             continue
         limit, largest = break_even_gamma(mine), max(speed.gamma for speed in mine)

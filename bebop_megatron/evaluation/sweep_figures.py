@@ -212,7 +212,9 @@ def plot_gammas(found: Sequence[Speed], path: Path, caption: str) -> list[str]:
     axes[0].set_ylabel("accept length, tokens per verification", fontsize=8)
     axes[0].set_title("thin: the length that would break even", fontsize=8)
     # lengths that no head reaches would squeeze those that are reached
-    axes[0].set_ylim(1, 1 + 1.35 * (max(speed.accept_length.value for speed in found) - 1))
+    reached = max(speed.accept_length.value for speed in found)
+    needed = max(speed.break_even_length for speed in found)
+    axes[0].set_ylim(1, 1 + 1.1 * (min(max(reached, needed), 2 * reached) - 1))
     axes[1].set_ylabel("tokens/s", fontsize=8)
     axes[1].set_title("0: the same engine without drafts", fontsize=8)
     axes[2].axhline(1, color="#444444", linewidth=0.9)

@@ -291,8 +291,7 @@ main([*heads, "--report", str(out), *sizes])
 after = times()
 assert before.keys() == after.keys()
 assert [name for name in before if before[name] != after[name]] == [removed]
-short = ["--num-tokens", "160", "--max-new-tokens", "40", "--quiet"]
-main(["entropy", *heads, "--in-time", "--report", str(out / "entropy"), *short])
+main(["entropy", *heads, "--in-time", "--report", str(out / "entropy"), *sizes[:6], "--quiet"])
 main(["entropy", *heads[:4], "--text", prompts, "--report", str(out / "given"), "--rule", "rejection", "--quiet"])
 print("done")
 """
