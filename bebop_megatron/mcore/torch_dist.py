@@ -46,7 +46,15 @@ _DESCRIPTION = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # the plans that each rank of a run saved by
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},

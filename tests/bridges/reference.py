@@ -69,7 +69,7 @@ class MtpBlock:
         weights, chosen = (x @ self.inner["mlp.gate.weight"].T).softmax(-1).topk(self.config["num_experts_per_tok"])
         weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
-        for expert in range(self.config["num_experts"]):
+        for expert in range(len(self.inner["mlp.gate.weight"])):
             share = (weights * (chosen == expert)).sum(-1, keepdim=True)
             out = out + share * self.swiglu(x, f"mlp.experts.{expert}")
         if "mlp.shared_expert_gate.weight" in self.inner:

@@ -290,7 +290,7 @@ print(status("VmHWM") - before)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures the peak of /proc/self/status")
 def test_memory_is_a_quarter_of_the_checkpoint(folders, tmp_path):
-    hidden, ffn, layers = 512, 2048, 48
+    hidden, ffn, layers = 512, 2048, 32
     config = json.loads((folders / "qwen3" / "config.json").read_text()) | {
         "hidden_size": hidden,
         "intermediate_size": ffn,
