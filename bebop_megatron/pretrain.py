@@ -72,13 +72,14 @@ def _model_config(args: Any) -> Any:
     from megatron.training import get_tokenizer
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
+    from bebop_megatron.config import AttentionConfig, FreezeConfig, MetricsConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
     from bebop_megatron.mcore.batches import check_packed_arguments
     from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
+    from bebop_megatron.mcore.metrics_start import start_metrics
     from bebop_megatron.mcore.refusals import check_arguments
     from bebop_megatron.mcore.spec import use_mtp_attention
     from bebop_megatron.mcore.training_loop import install_training_loop
@@ -88,11 +89,13 @@ def _model_config(args: Any) -> Any:
     check_packed_arguments(args)
     objective = config_from_args(ObjectiveConfig, args)
     freezing = config_from_args(FreezeConfig, args)
+    metrics = config_from_args(MetricsConfig, args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
-    install_training_loop(objective)
     check_arguments(args, config.transformer, _starting_checkpoint(args))
-    attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
+    attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size, metrics=metrics)
     attention = config_from_args(AttentionConfig, args).mode
+    keep_best = start_metrics(config.transformer, args, attention)
+    install_training_loop(objective, metrics, keep_best)
     if attention is not None or objective.loss is not None:
         use_mtp_attention(config, attention)
     schedule = FreezeSchedule.parse(freezing.schedule or "none")
