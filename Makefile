@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze format clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install everything into it
 
@@ -39,6 +39,21 @@ bench: $(READY) ## Measure the loss: time, memory, figure and table (under eight
 
 bench-quick: $(READY) ## The same on small sizes, into runs/bench/ (a minute or two)
 	$(BIN)/python -m benchmarks.loss --quick
+
+bench-freeze: $(READY) ## What a training step costs in each freeze phase (two minutes; on a quiet machine)
+	$(BIN)/python -m benchmarks.freeze_step
+
+study-freeze: $(READY) ## One-off, alternating, joint: four ways to spend the same tokens (half an hour)
+	$(BIN)/python -m benchmarks.freeze_study
+
+study: $(READY) ## Compare the objectives on two domains: runs/study/ (about an hour; it resumes)
+	$(BIN)/python -m benchmarks.study
+
+study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minutes)
+	$(BIN)/python -m benchmarks.study --quick
+
+bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
+	$(BIN)/python -m benchmarks.decoding
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .

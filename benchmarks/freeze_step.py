@@ -1,6 +1,6 @@
 """What a training step costs in each freeze phase, against the matrix products that it has to do.
 
-    python benchmarks/freeze_step.py --output benchmarks/data/freeze-step.json
+    make bench-freeze      # or: python -m benchmarks.freeze_step --output FILE
 
 One model trains through phases that change with every step, and beside it the same model without MTP layers, so that
 all are measured under the same conditions. Before anything is timed, frozen parts are checked for every bit, and the
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -282,19 +280,10 @@ def main() -> None:
         torch.distributed.destroy_process_group()
     print(report(rows))
     if args.output is not None:
-        import megatron.core
+        from bebop_megatron.evaluation.results import environment
 
-        device = "cpu" if _on_cpu() else torch.cuda.get_device_name()
-        facts = {
-            "device": device,
-            "machine": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": args.threads,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "megatron-core": megatron.core.__version__,
-            "settings": {k: str(v) for k, v in vars(args).items()},
-        }
+        settings = {name: str(value) for name, value in vars(args).items() if name != "output"}
+        facts = environment() | {"device": "cpu" if _on_cpu() else torch.cuda.get_device_name(), "settings": settings}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(facts | {"steps": rows}, indent=1) + "\n")
 

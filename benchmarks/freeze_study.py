@@ -1,6 +1,6 @@
 """Does alternation help? Four ways to spend the same tokens on one model, judged by the same two numbers.
 
-    python benchmarks/freeze_study.py --output runs/freeze-study
+    make study-freeze          # or: python -m benchmarks.freeze_study --output runs/freeze-study
 
 one-off      the backbone alone, then the head alone on the finished backbone (end-to-end TV)
 alternating  the same shares of steps in turns
@@ -9,7 +9,7 @@ coupled      both at once, the MTP loss reaching the backbone
 
 Every run sees the same batches of real code (the standard library of this interpreter). At each checkpoint: loss of the
 language model on held-out text, and accept length of the head by rejection sampling on held-out prompts. Runs and
-evaluations that are complete are not repeated.
+evaluations that are complete are not repeated. `--publish` puts data and figure under `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from bebop_megatron.evaluation.results import load_rows
+from bebop_megatron.evaluation.results import environment, load_rows
+
+HERE = Path(__file__).parent
 
 MODEL = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention
 --num-query-groups 2 --kv-channels 32 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear
@@ -32,7 +36,7 @@ RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accum
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
 --no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --micro-batch-size 8
 --global-batch-size 8 --log-interval 10 --eval-iters 4 --split 98,2,0 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
---lr-warmup-fraction 0.05 --seed 1234""".split()
+--lr-warmup-fraction 0.05""".split()
 TOKENS_PER_STEP = 8 * 256
 
 
@@ -75,7 +79,7 @@ def build_data(folder: Path) -> None:
         run([*base, "build", "--input", "stdlib", *where], folder / "b.log", 1)
 
 
-def train(name: str, flags: list[str], args: argparse.Namespace) -> dict[int, float]:
+def train(name: str, flags: list[str], seed: int, args: argparse.Namespace) -> dict[int, float]:
     """Train one strategy: step -> held-out loss of the language model."""
     root, data = args.output / name, args.output / "data"
     log = args.output / f"{name}.log"
@@ -83,7 +87,16 @@ def train(name: str, flags: list[str], args: argparse.Namespace) -> dict[int, fl
     if not (tracker.is_file() and tracker.read_text() == str(args.steps) and log.is_file()):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
         command += ["-m", "bebop_megatron.pretrain", *MODEL, *RUN, "--mtp-loss", args.loss, *flags]
-        command += ["--train-iters", str(args.steps), "--save", str(root), "--save-interval", str(args.every)]
+        command += [
+            "--seed",
+            str(1234 + seed),
+            "--train-iters",
+            str(args.steps),
+            "--save",
+            str(root),
+            "--save-interval",
+            str(args.every),
+        ]
         command += ["--eval-interval", str(args.every), "--data-path", str(data / "stdlib")]
         command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(data / "tokenizer")]
         run([*command, "--data-cache-path", str(data / "cache")], log, args.threads)
@@ -109,6 +122,49 @@ def accept_length(name: str, step: int, args: argparse.Namespace) -> float:
     return row.accept_length
 
 
+def figure(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Both numbers against tokens: a line through the means, a dot for each seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    fig, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        mine = [row for row in rows if row["strategy"] == strategy]
+        tokens = sorted({row["tokens"] for row in mine})
+        for panel, name in zip(panels, ("lm loss", "accept length"), strict=True):
+            means = [statistics.mean(row[name] for row in mine if row["tokens"] == at) for at in tokens]
+            (line,) = panel.plot(tokens, means, label=strategy)
+            panel.plot([r["tokens"] for r in mine], [r[name] for r in mine], "o", color=line.get_color(), markersize=3)
+    panels[0].set(xlabel="tokens", ylabel="held-out loss of the language model, nats")
+    panels[1].set(xlabel="tokens", ylabel="accept length, rejection sampling, gamma 3, T = 1")
+    panels[0].legend()
+    fig.suptitle(title, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path)
+    plt.close(fig)
+
+
+def study(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every strategy with every seed; complete parts of an earlier run are read, not repeated."""
+    rows = []
+    for seed in range(args.seeds):
+        for strategy, flags in strategies(args.steps, args.share, args.turns).items():
+            name = f"{strategy}-{seed}"
+            losses = train(name, flags, seed, args)
+            for step in range(args.every, args.steps + 1, args.every):
+                row = {"strategy": strategy, "seed": seed, "tokens": step * TOKENS_PER_STEP}
+                row |= {"lm loss": losses.get(step, float("nan")), "accept length": accept_length(name, step, args)}
+                rows.append(row)
+                print(
+                    f"{strategy:<12} seed {seed} {row['tokens']:>9,} tokens  lm loss {row['lm loss']:.3f}  "
+                    f"accept length {row['accept length']:.3f}",
+                    flush=True,
+                )
+    return rows
+
+
 def main() -> None:
     """Run the study and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,27 +173,25 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two measurements")
     parser.add_argument("--share", type=float, default=0.6, help="of the steps, for the backbone where it trains alone")
     parser.add_argument("--turns", type=int, default=4, help="cycles of the alternating run")
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=3000, help="generated for each evaluation")
     parser.add_argument("--loss", default="tv")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--publish", action="store_true", help="write data and figure to benchmarks/")
     args = parser.parse_args()
     (args.output / "data").mkdir(parents=True, exist_ok=True)
     build_data(args.output / "data")
-    rows = []
-    for name, flags in strategies(args.steps, args.share, args.turns).items():
-        losses = train(name, flags, args)
-        for step in range(args.every, args.steps + 1, args.every):
-            row = {"strategy": name, "tokens": step * TOKENS_PER_STEP, "lm loss": losses.get(step, float("nan"))}
-            row["accept length"] = accept_length(name, step, args)
-            rows.append(row)
-            print(
-                f"{name:<12} {row['tokens']:>9,} tokens  lm loss {row['lm loss']:.3f}  "
-                f"accept length {row['accept length']:.3f}",
-                flush=True,
-            )
-    (args.output / "study.json").write_text(
-        json.dumps({"settings": vars(args) | {"output": ""}, "rows": rows}, indent=1)
-    )
+    rows = study(args)
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "publish")}
+    measured_in = environment()
+    text = json.dumps({"settings": settings, "environment": measured_in, "rows": rows}, indent=1) + "\n"
+    (args.output / "study.json").write_text(text)
+    title = f"4 layers, h = 128, Python code, {args.loss}, {args.seeds} seeds; {measured_in['date']}"
+    figure(rows, title, args.output / "study.svg")
+    if args.publish:
+        name = f"freeze-study-{measured_in['date']}"
+        (HERE / "data" / f"{name}.json").write_text(text)
+        figure(rows, title, HERE / "figures" / f"{name}.svg")
 
 
 if __name__ == "__main__":

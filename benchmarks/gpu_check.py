@@ -155,9 +155,9 @@ def run_products(data: Data, kind: str) -> None:
     plan = make_plan(data.rows, valid, chunked._row_limit(weight, Options(kind, backend="triton")))
     for chunk in plan.chunks:
         _ = data.target[plan.needed[chunk.targets]] @ weight.t()
-        entries = plan.order[chunk.entries]
-        logits = draft[entries] @ weight.t()
-        grad[entries] = logits @ weight
+        for part in chunk.drafts:
+            entries = plan.order[part]
+            grad[entries] = draft[entries] @ weight.t() @ weight
 
 
 def keep_all_logits(data: Data) -> list[Tensor]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 
+import psutil
 import pytest
 import torch
 
@@ -143,8 +144,10 @@ def test_termination_leaves_a_resumable_run(tmp_path):
         for line in process.stdout:
             if re.search(r"iteration +3/", line):
                 break
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
+        # to the worker, as Slurm does: torchrun would pass the signal on and kill whoever takes over 30 seconds
+        (worker,) = psutil.Process(process.pid).children()
+        worker.send_signal(signal.SIGTERM)
+        process.communicate(timeout=240)
     stopped = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert stopped >= 3
     # a shorter run than was planned: Megatron wants to be told that the schedule changes on purpose

@@ -21,15 +21,19 @@ from torch import Tensor
 class Window:
     """What one forward call writes to the caches and may read from them.
 
-    Shape: rows [b] int64, positions [b, t] int64, mask [b, 1, t, length] bool (True = attend). Every key
-    written goes to the slot of its position. `whole` says that `rows` are the first b rows, so that no copy
-    is needed to read them.
+    Shape: rows [b] int64, positions [b, t] int64, mask [b, 1, t, length] bool (True = attend), slots [b, t] int64,
+    known [b] int64, kept [b] int64 or None. Every key written goes to its slot, by default the one of its position.
+    `whole` says that `rows` are the first b rows, so that no copy is needed to read them. `known` tokens of a row were
+    confirmed before the call; `kept` columns of the call are, from the first on (None: not known yet).
     """
 
     rows: Tensor
     positions: Tensor
     mask: Tensor
     whole: bool
+    known: Tensor
+    kept: Tensor | None = None
+    slots: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -43,12 +47,14 @@ def make_window(
     length: int,
     last_key: Tensor | None = None,
     rows: Tensor | None = None,
+    known: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Window:
     """Describe a call on tokens at `positions`, each of which attends to the slots up to `last_key`.
 
     Shape: positions [b, t] int64, last_key [b, t] (default: positions, that is causal), rows [b] (default:
-    0..b-1). `length` is at least the largest `last_key` + 1; it is an argument because finding it would wait
-    for the device.
+    0..b-1), known and kept [b] (default: the first position, and not known). `length` is at least the
+    largest `last_key` + 1; it is an argument because finding it would wait for the device.
     """
     limit = positions if last_key is None else last_key
     slots = torch.arange(length, device=positions.device)
@@ -57,6 +63,8 @@ def make_window(
         positions=positions,
         mask=(slots <= limit[:, :, None])[:, None],
         whole=rows is None,
+        known=positions[:, 0] if known is None else known,
+        kept=kept,
     )
 
 
@@ -112,8 +120,9 @@ class CachedAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         window = self.call.window
         keys, values = self._storage(key, value)
-        keys[window.rows[:, None], window.positions] = key.transpose(0, 1)
-        values[window.rows[:, None], window.positions] = value.transpose(0, 1)
+        slots = window.positions if window.slots is None else window.slots
+        keys[window.rows[:, None], slots] = key.transpose(0, 1)
+        values[window.rows[:, None], slots] = value.transpose(0, 1)
         rows = slice(len(window.rows)) if window.whole else window.rows
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

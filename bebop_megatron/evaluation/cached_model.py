@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from bebop_megatron.evaluation.surgery import (
     unwrapped,
     with_caches,
 )
+
+if TYPE_CHECKING:
+    from bebop_megatron.evaluation.recurrent import CachedDeltaNet
 
 
 class CachedModel:
@@ -37,7 +40,7 @@ class CachedModel:
         learned = getattr(self.model, "position_embedding_type", None) == "learned_absolute"
         self._last_embedded = self.model.max_sequence_length - 1 if learned else capacity
         self._call = Call()
-        self._caches: list[CachedAttention] = []
+        self._caches: list[CachedAttention | CachedDeltaNet] = []
         self._table: Tensor | None = None
 
     @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop_megatron.evaluation.adaptive import AdaptiveGamma
 from bebop_megatron.evaluation.cache import make_window
 from bebop_megatron.evaluation.cached_model import CachedModel
 from bebop_megatron.evaluation.draft import Draft, Drafter
@@ -22,6 +23,7 @@ from bebop_megatron.evaluation.filters import filtered_probs, sample
 from bebop_megatron.evaluation.outcome import Continuation, GenerationResult, collect_records
 from bebop_megatron.evaluation.rows import Rows
 from bebop_megatron.evaluation.settings import DecodeConfig
+from bebop_megatron.evaluation.share import gathered, share_of
 from bebop_megatron.evaluation.surgery import unwrapped
 from bebop_megatron.evaluation.verify import verify
 
@@ -33,11 +35,22 @@ class SpeculativeDecoder:
     tensor parallelism every rank calls `generate` with the same prompts and returns the same result.
 
     Raises:
-        ValueError: a model that cannot be decoded this way, gamma > 0 without MTP layers.
+        ValueError: a model that cannot be decoded this way, gamma > 0 without MTP layers, experts spread over
+            the ranks that share the prompts.
     """
 
-    def __init__(self, model: Any, config: DecodeConfig, *, vocab_size: int) -> None:
+    def __init__(
+        self, model: Any, config: DecodeConfig, *, vocab_size: int, data_parallel_group: Any | None = None
+    ) -> None:
         self.model, self.config, self.vocab_size = unwrapped(model), config, vocab_size
+        self.group, self.share = data_parallel_group, share_of(data_parallel_group)
+        settings = self.model.config
+        if self.share.size > 1 and settings.expert_model_parallel_size > settings.tensor_model_parallel_size:
+            raise ValueError(
+                f"experts are spread over {settings.expert_model_parallel_size} ranks, which then have to run equally "
+                "often, but data-parallel ranks decode different texts: build the model with as many expert-parallel "
+                "as tensor-parallel ranks at most"
+            )
         if not 0 < vocab_size <= self.model.vocab_size:
             raise ValueError(f"vocab_size is {vocab_size:,}, but the model has {self.model.vocab_size:,} columns")
         # fails now, not after a long prefill
@@ -87,15 +100,22 @@ class SpeculativeDecoder:
     ) -> GenerationResult:
         """Continue every prompt once; or, with `num_tokens`, prompts in turn until there are about so many.
 
-        `progress` is told after every iteration how many tokens there are.
+        `progress` is told after every iteration how many tokens there are; with data-parallel ranks, how many
+        there would be if all were as far.
+
+        Collectives: Megatron's own of every forward pass; one all-gather of the results over the
+        `data_parallel_group`.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, more positions than the model has.
         """
         capacity = self._capacity(prompts)
         model, drafter = self._attach(capacity)
+        told, size = progress or (lambda _: None), self.share.size
         with model.attached():
-            return _Run(self, model, drafter, capacity).generate(prompts, num_tokens, progress or (lambda _: None))
+            run = _Run(self, model, drafter, capacity)
+            result = run.generate(prompts, num_tokens, lambda tokens: told(tokens * size))
+        return gathered(result, self.group)
 
 
 class _Run:
@@ -107,26 +127,32 @@ class _Run:
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         hidden_size = decoder.model.config.hidden_size
         self.rows = Rows(self.config, capacity=capacity, hidden_size=hidden_size, like=like)
-        self.generator = torch.Generator(device=model.device).manual_seed(self.config.seed)
+        self.share = decoder.share
+        # the ranks of a tensor-parallel group draw alike, data-parallel ranks do not
+        seed = self.config.seed + self.share.rank * 1_000_003
+        self.generator = torch.Generator(device=model.device).manual_seed(seed)
+        self.adaptive = AdaptiveGamma(self.config.gamma, self.config.draft_cost) if self.config.adaptive_gamma else None
         self.records: list[dict[str, Tensor]] = []
         self.done: dict[int, tuple[Continuation, Tensor]] = {}
 
     def generate(
         self, prompts: list[list[int]], num_tokens: int | None, progress: Callable[[int], None]
     ) -> GenerationResult:
-        config, rows = self.config, self.rows
+        config, rows, share = self.config, self.rows, self.share
+        if num_tokens is not None:
+            num_tokens = -(-num_tokens // share.size)
         start, prefill_seconds, admitted, produced = time.perf_counter(), 0.0, 0, 0
         while True:
             # what runs is counted in full, so that the total overshoots by one sequence at most
             reserved = produced + rows.active * config.max_new_tokens
             free = config.batch_size - rows.active
             if num_tokens is None:
-                count = min(free, len(prompts) - admitted)
+                count = min(free, share.count(len(prompts)) - admitted)
             else:
                 count = min(free, max(0, -(-(num_tokens - reserved) // config.max_new_tokens)))
             if count > 0:
                 began = time.perf_counter()
-                indices = [index % len(prompts) for index in range(admitted, admitted + count)]
+                indices = [share.sequence(index) % len(prompts) for index in range(admitted, admitted + count)]
                 self._prefill(rows.add([(index, prompts[index]) for index in indices], admitted))
                 admitted += count
                 produced += self._harvest()
@@ -140,7 +166,10 @@ class _Run:
         order = sorted(self.done)
         return GenerationResult(
             sequences=[self.done[index][0] for index in order],
-            counts=torch.stack([self.done[index][1] for index in order]),
+            # a rank may have no share at all
+            counts=torch.stack([self.done[index][1] for index in order])
+            if order
+            else torch.zeros(0, config.gamma, 5, dtype=torch.float64),
             seconds=time.perf_counter() - start,
             prefill_seconds=prefill_seconds,
             records=collect_records(self.records),
@@ -179,7 +208,14 @@ class _Run:
 
         parts = []
         for chunk in chunks:
-            window = make_window(positions[:, chunk], length=chunk.stop, rows=cache_rows)
+            # a shorter prompt ends before the chunk does
+            window = make_window(
+                positions[:, chunk],
+                length=chunk.stop,
+                rows=cache_rows,
+                known=(last + 1).clamp(max=chunk.start),
+                kept=(last + 1 - chunk.start).clamp(0, chunk.stop - chunk.start),
+            )
             parts.append(self.model.backbone(rows.tokens[added, chunk], window))
         hidden = torch.cat(parts)
         logits, probs = self._target(hidden[at_last][None])
@@ -196,26 +232,32 @@ class _Run:
             )
         rows.hidden[added] = torch.cat(parts)[at_last]
 
-    def _draft(self, anchors: Tensor, length: int) -> Draft:
+    def _draft(self, anchors: Tensor, gamma: int, length: int) -> Draft:
         if self.drafter is None:
             nothing = anchors.new_zeros(len(anchors), 0)
             return Draft(nothing, nothing.float()[..., None].expand(-1, -1, self.model.model.vocab_size))
         hidden = self.rows.hidden[None, : len(anchors)]
-        return self.drafter.propose(hidden, anchors, length=length, generator=self.generator)
+        return self.drafter.propose(hidden, anchors, gamma=gamma, length=length, generator=self.generator)
 
     def _iterate(self) -> None:
         """Draft, score, verify and confirm, once for every active row."""
         rows, config = self.rows, self.config
         active = slice(rows.active)
-        last, length = rows.lengths[active] - 1, rows.longest + config.gamma
-        draft = self._draft(last - 1, length)
+        # from verifications that are over: a choice that saw the drafts would change the distribution
+        gamma = config.gamma if self.adaptive is None else self.adaptive.choose()
+        last, length = rows.lengths[active] - 1, rows.longest + gamma
+        draft = self._draft(last - 1, gamma, length)
         tokens = torch.cat([rows.tokens[active].gather(1, last[:, None]), draft.tokens], 1)
-        positions = last[:, None] + torch.arange(config.gamma + 1, device=last.device)
-        hidden = self.model.backbone(tokens, make_window(positions, length=length))
+        positions = last[:, None] + torch.arange(gamma + 1, device=last.device)
+        # without drafts nothing can be rejected
+        kept = torch.ones_like(last) if gamma == 0 else None
+        hidden = self.model.backbone(tokens, make_window(positions, length=length, kept=kept))
         logits, probs = self._target(hidden)
         out = verify(probs, draft.probs, draft.tokens, config.rule, generator=self.generator)
 
         rows.count(out)
+        if self.adaptive is not None:
+            self.adaptive.observe(out)
         if config.record:
             steps = {"tokens": draft.tokens, "accept_prob": out.accept_prob, "alpha": out.alpha}
             rows_now = {"sequence": rows.sequence[active].clone(), "anchor": last - 1}

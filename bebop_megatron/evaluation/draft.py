@@ -63,15 +63,15 @@ class Drafter:
         """
         return self.model.mtp(0, hidden, tokens, make_window(positions, length=length, rows=rows))
 
-    def propose(self, hidden: Tensor, anchors: Tensor, *, length: int, generator: torch.Generator) -> Draft:
-        """Draft gamma tokens per row.
+    def propose(self, hidden: Tensor, anchors: Tensor, *, gamma: int, length: int, generator: torch.Generator) -> Draft:
+        """Draft `gamma` tokens per row.
 
         Shape: hidden [1, b, h], what `confirm` gave at the anchors [b] int64. `length` covers anchors +
         gamma.
         """
         anchor = anchors[:, None]
         tokens, probs = [], []
-        for step in range(1, self.config.gamma + 1):
+        for step in range(1, gamma + 1):
             if step > 1:
                 last_key = None if self.config.attention == "chain" else anchor
                 window = make_window(anchor + step - 1, length=length, last_key=last_key)

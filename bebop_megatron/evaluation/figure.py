@@ -18,10 +18,11 @@ STYLES = {
     "lk": ("#009E73", "P"),
     "lk-hybrid": ("#0072B2", "X"),
 }
-SPARE_STYLES = (("#000000", "*"), ("#F0E442", "h"), ("#7F4F24", "<"), ("#5B5EA6", ">"))
+SPARE_STYLES = (("#000000", "*"), ("#5B5EA6", ">"), ("#7F4F24", "<"), ("#F0E442", "h"))
 
 
-def _style(losses: Sequence[str]) -> dict[str, tuple[str, str]]:
+def styles_of(losses: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of every head, known losses first."""
     known = [loss for loss in STYLES if loss in losses]
     others = [loss for loss in dict.fromkeys(losses) if loss not in STYLES]
     spare = {loss: SPARE_STYLES[index % len(SPARE_STYLES)] for index, loss in enumerate(others)}
@@ -40,7 +41,7 @@ def plot_acceptance(rows: Sequence[EvaluationRow], path: str | Path) -> None:
 
     if not rows:
         raise ValueError("there are no rows to draw")
-    styles = _style([row.loss for row in rows])
+    styles = styles_of([row.loss for row in rows])
     rules = list(dict.fromkeys(row.rule for row in rows))
     groups = by_setting(rows)
     bars = max(2.6, 0.42 * len(styles) * len(rules) + 0.6)
@@ -85,7 +86,7 @@ def _bars(axis: Any, rows: list[EvaluationRow], rules: list[str], styles: dict[s
     axis.set_xticks(range(len(rules)), rules)
     measured = any(row.accept_rate_stderr for row in rows)
     axis.set_ylabel("acceptance rate %" + (" (± 2 standard errors)" if measured else ""), fontsize=8)
-    _plain(axis)
+    plain(axis)
 
 
 def _curves(axis: Any, rows: list[EvaluationRow], rule: str, styles: dict[str, tuple[str, str]]) -> None:
@@ -99,10 +100,11 @@ def _curves(axis: Any, rows: list[EvaluationRow], rule: str, styles: dict[str, t
     axis.set_title(rule, fontsize=9)
     axis.set_xlabel("draft step", fontsize=8)
     axis.set_ylabel("accepted up to the step %", fontsize=8)
-    _plain(axis)
+    plain(axis)
 
 
-def _plain(axis: Any) -> None:
+def plain(axis: Any) -> None:
+    """Small ticks, a light grid, no frame on top and right."""
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)

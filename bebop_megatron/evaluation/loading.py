@@ -83,7 +83,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _argv(path: str) -> list[str]:
+def _argv(path: str, iteration: int | None, tensor_parallel: int | None) -> list[str]:
     on_gpu = ["--distributed-backend", "nccl"]
     on_cpu = ["--distributed-backend", "gloo", "--use-cpu-initialization"]
     from bebop_megatron.platform import active
@@ -91,10 +91,11 @@ def _argv(path: str) -> list[str]:
     return [
         *("--load", path, "--ckpt-format", "torch_dist", "--use-checkpoint-args"),
         *("--no-load-optim", "--no-load-rng", "--finetune", "--exit-on-missing-checkpoint"),
-        *("--tensor-model-parallel-size", os.environ["WORLD_SIZE"], "--micro-batch-size", "1"),
+        *("--tensor-model-parallel-size", str(tensor_parallel or os.environ["WORLD_SIZE"]), "--micro-batch-size", "1"),
         *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
         *("--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
         *(on_cpu if active() else on_gpu),
+        *([] if iteration is None else ["--ckpt-step", str(iteration)]),
     ]
 
 
@@ -117,13 +118,13 @@ def _architecture(args: Any, trained: Any) -> None:
             setattr(args, name, getattr(trained, name))
 
 
-def _arguments(path: str, with_mtp: bool) -> tuple[Any, Any]:
+def _arguments(path: str, iteration: int | None, with_mtp: bool, tensor_parallel: int | None) -> tuple[Any, Any]:
     """Megatron's arguments for this run, and those of the training run."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpointing import load_args_from_checkpoint
     from megatron.training.global_vars import set_global_variables
 
-    argv, sys.argv = sys.argv, [sys.argv[0], *_argv(path)]
+    argv, sys.argv = sys.argv, [sys.argv[0], *_argv(path, iteration, tensor_parallel)]
     try:
         args = parse_args()
     finally:
@@ -145,16 +146,29 @@ def _arguments(path: str, with_mtp: bool) -> tuple[Any, Any]:
     return args, trained
 
 
-def load_model(path: str, *, with_mtp: bool = True) -> LoadedModel:
-    """Load the newest `torch_dist` checkpoint below `path`; all processes of torchrun share it by tensor
-    parallelism.
+def unload_model() -> None:
+    """Forget Megatron's global state, so that another checkpoint can be loaded; process groups of torchrun stay."""
+    from megatron.training.training import destroy_global_state
+
+    destroy_global_state()
+
+
+def load_model(
+    path: str, *, iteration: int | None = None, with_mtp: bool = True, tensor_parallel: int | None = None
+) -> LoadedModel:
+    """Load the newest `torch_dist` checkpoint below `path`, or that of `iteration`; every `tensor_parallel` processes
+    of torchrun share a copy, by default all of them.
 
     Without a CUDA device Megatron runs on the CPU with gloo. fp8 settings of the training run are not taken
     over.
 
     Raises:
-        ValueError: not such a checkpoint; no MTP weights in it though `with_mtp`.
+        ValueError: not such a checkpoint; no MTP weights in it though `with_mtp`; a number of processes that
+            `tensor_parallel` does not divide.
     """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if tensor_parallel is not None and (tensor_parallel < 1 or world % tensor_parallel):
+        raise ValueError(f"{world} process(es) cannot be split into groups of {tensor_parallel} (tensor parallelism)")
     with warnings.catch_warnings():
         # Megatron's import tells at length which optional packages are missing
         warnings.simplefilter("ignore")
@@ -166,7 +180,7 @@ def load_model(path: str, *, with_mtp: bool = True) -> LoadedModel:
             enter()
     _environment()
     with _quiet():
-        args, trained = _arguments(path, with_mtp)
+        args, trained = _arguments(path, iteration, with_mtp, tensor_parallel)
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
         from megatron.training.checkpointing import load_checkpoint

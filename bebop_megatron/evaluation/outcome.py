@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # last dimension of `GenerationResult.counts`
-REACHED, ACCEPTED, ACCEPT_PROB, ALPHA = range(4)
+REACHED, ACCEPTED, ACCEPT_PROB, ALPHA, DRAFTED = range(5)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class GenerationResult:
     """Continuations, acceptance and time.
 
     Acceptance counts every draft of every verification, as engines do, also drafts behind a stop token or the
-    length limit. `counts` [sequences, gamma, 4] float64 holds sums over the verifications of a sequence: how
+    length limit. `counts` [sequences, gamma, 5] float64 holds sums over the verifications of a sequence: how
     often step i was reached (steps before it accepted), how often accepted, and there the sum of acceptance
-    probabilities of the drafts and of alpha, the expectation of the former over drafts.
+    probabilities of the drafts and of alpha, the expectation of the former over drafts; last, how often step
+    i was drafted, which differs between steps with adaptive gamma only.
     """
 
     sequences: list[Continuation]
@@ -62,7 +63,7 @@ class GenerationResult:
 
     @property
     def gamma(self) -> int:
-        """Drafts per verification."""
+        """Drafts per verification; with adaptive gamma the most."""
         return self.counts.shape[1]
 
     @property
@@ -77,7 +78,7 @@ class GenerationResult:
 
     @property
     def num_verifications(self) -> int:
-        """Verifications of gamma drafts each."""
+        """Verifications of drafts, in all sequences."""
         return int(self.counts[:, :1, REACHED].sum())
 
     @property
@@ -96,20 +97,20 @@ class GenerationResult:
         return self.accepted_per_step / self.counts[:, :, REACHED].sum(0).clamp(min=1)
 
     @property
-    def alpha_per_step(self) -> Tensor:
-        """Mean alpha of step i where it was reached: [gamma] float64."""
-        total = self.counts.sum(0)
-        return total[:, ALPHA] / total[:, REACHED].clamp(min=1)
-
-    @property
     def accept_length(self) -> float:
         """1 + E[L]: tokens per verification."""
         return 1 + float(self.rate_per_step.sum())
 
     @property
     def accept_rate(self) -> float:
-        """E[L] / gamma."""
-        return (self.accept_length - 1) / self.gamma if self.gamma else float("nan")
+        """Share of the drafts that were accepted: E[L] / gamma."""
+        drafts = float(self.counts[:, :, DRAFTED].sum())
+        return float(self.accepted_per_step.sum()) / drafts if drafts else float("nan")
+
+    @property
+    def mean_gamma(self) -> float:
+        """Drafts per verification, on average."""
+        return float(self.counts[:, :, DRAFTED].sum()) / max(1, self.num_verifications)
 
     @property
     def accept_length_error(self) -> float:
@@ -135,21 +136,23 @@ def merged(results: list[GenerationResult]) -> GenerationResult:
 def collect_records(parts: list[dict[str, Tensor]]) -> DraftRecords | None:
     """Flatten per-iteration records to the steps that were reached.
 
-    Shape: each part: sequence, anchor, num_accepted [b] int64; tokens, accept_prob, alpha [b, gamma].
+    Shape: each part: sequence, anchor, num_accepted [b] int64; tokens, accept_prob, alpha [b, drafts].
     """
-    if not parts:
+    flat = [_reached(part) for part in parts]
+    if not flat:
         return None
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    gamma = joined["tokens"].shape[1]
-    step = torch.arange(gamma, device=joined["tokens"].device)
-    reached = joined["num_accepted"][:, None] >= step
-    spread = {name: joined[name][:, None].expand(-1, gamma)[reached] for name in ("sequence", "anchor")}
-    return DraftRecords(
-        sequence=spread["sequence"].cpu(),
-        anchor=spread["anchor"].cpu(),
-        step=(step + 1).expand_as(reached)[reached].cpu(),
-        token=joined["tokens"][reached].cpu(),
-        accepted=(joined["num_accepted"][:, None] > step)[reached].cpu(),
-        accept_prob=joined["accept_prob"][reached].cpu(),
-        alpha=joined["alpha"][reached].cpu(),
-    )
+    return DraftRecords(**{name: torch.cat([part[name] for part in flat]).cpu() for name in flat[0]})
+
+
+def _reached(part: dict[str, Tensor]) -> dict[str, Tensor]:
+    drafts = part["tokens"].shape[1]
+    step = torch.arange(drafts, device=part["tokens"].device)
+    reached = part["num_accepted"][:, None] >= step
+    spread = {name: part[name][:, None].expand(-1, drafts)[reached] for name in ("sequence", "anchor")}
+    return spread | {
+        "step": (step + 1).expand_as(reached)[reached],
+        "token": part["tokens"][reached],
+        "accepted": (part["num_accepted"][:, None] > step)[reached],
+        "accept_prob": part["accept_prob"][reached],
+        "alpha": part["alpha"][reached],
+    }

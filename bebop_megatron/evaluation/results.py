@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -24,7 +25,8 @@ class EvaluationRow:
     `accept_rate` is E[L] / gamma and `accept_length` is 1 + E[L]; `accept_rate_per_step` holds prefix rates
     (step i and all before it accepted), `accept_rate_per_step_conditional` those given that the steps before
     were accepted; `accept_rate_stderr` takes whole sequences as the independent units. Optional numbers that
-    are not finite become None.
+    are not finite become None. `expected_accept_length` is what a full forward pass over the produced text says of
+    the same verifications; `low` and `high` are ends of 95% intervals.
 
     Raises:
         ValueError: rates that contradict each other.
@@ -49,11 +51,20 @@ class EvaluationRow:
     num_verifications: int | None = None
     baseline_tokens_per_second: float | None = None
     environment: dict[str, Any] | None = None
+    filter_draft: bool = True
+    batch_size: int | None = None
+    checkpoint: str = ""
+    arm: str = "main"
+    accept_length_low: float | None = None
+    accept_length_high: float | None = None
+    expected_accept_length: float | None = None
+    expected_accept_length_low: float | None = None
+    expected_accept_length_high: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("accept_rate_stderr", "tokens_per_verification", "baseline_tokens_per_second"):
+        for name in (field.name for field in fields(self) if field.default is None):
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 object.__setattr__(self, name, None)
         named = f"row {self.loss!r} under {self.rule}"
         if self.gamma < 1 or len(self.accept_rate_per_step) != self.gamma:
@@ -72,7 +83,7 @@ class EvaluationRow:
     @property
     def setting(self) -> dict[str, Any]:
         """Everything but the loss and the rule that must agree before two rows may be compared."""
-        names = ("gamma", "temperature", "top_k", "top_p", "attention", "data")
+        names = ("gamma", "temperature", "top_k", "top_p", "filter_draft", "attention", "data")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -88,11 +99,35 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
     out["python"] = platform.python_version()
-    for package in ("torch", "megatron-core"):
+    for package in ("torch", "megatron-core", "bebop-megatron"):
         # asked of the installation: importing Megatron for its version would take seconds
         if any(metadata.distributions(name=package)):
             out[package] = metadata.version(package)
+    commit = _commit()
+    if commit is not None:
+        out["commit"] = commit
     return out | {"date": datetime.now(UTC).date().isoformat()}
+
+
+def _git(*command: str) -> str | None:
+    """What git says in this package's folder; None without git, or where it does not know this file."""
+    here = Path(__file__).resolve()
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here.parent), *command], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
+def _commit() -> str | None:
+    """The commit that this package is run from, if it lies in a git tree of its own."""
+    # installed below somebody else's repository, this file is not tracked
+    if _git("ls-files", "--error-unmatch", "results.py") is None:
+        return None
+    changes = " with changes" if _git("status", "--porcelain", "--", "..") else ""
+    return f"{_git('rev-parse', '--short=12', 'HEAD')}{changes}"
 
 
 def _cpu_model() -> str:
@@ -197,12 +232,14 @@ def varying(rows: Sequence[EvaluationRow]) -> list[str]:
 
 def describe(setting: dict[str, Any]) -> str:
     """A setting in words, without the filters that are off."""
-    off = {"top_k": 0, "top_p": 1.0, "data": ""}
-    return ", ".join(
-        f"{name.replace('_', '-')} {value:g}" if isinstance(value, int | float) else f"{name} {value}"
-        for name, value in setting.items()
-        if name not in off or value != off[name]
-    )
+    off = {"top_k": 0, "top_p": 1.0, "data": "", "filter_draft": True}
+    return ", ".join(_in_words(name, value) for name, value in setting.items() if name not in off or value != off[name])
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name == "filter_draft":
+        return "drafts filtered" if value else "drafts not filtered"
+    return f"{name.replace('_', '-')} {value:g}" if isinstance(value, int | float) else f"{name} {value}"
 
 
 def shared_setting(rows: Sequence[EvaluationRow]) -> str:

@@ -17,7 +17,7 @@ class Rows:
 
     Shape: tokens, log_probs, raw_log_probs [batch_size, capacity]; lengths, limits, sequence [batch_size]
     int64: confirmed tokens, length to stop at, index of the sequence; hidden [batch_size, h]: output of draft
-    step 1 at the last anchor; counts [batch_size, gamma, 4] float64. The rows in use are always the first
+    step 1 at the last anchor; counts [batch_size, gamma, 5] float64. The rows in use are always the first
     `active`.
     """
 
@@ -28,7 +28,7 @@ class Rows:
         self.raw_log_probs = like.new_zeros(b, capacity if config.raw_log_probs else 0, dtype=torch.float32)
         self.lengths, self.limits, self.sequence = (like.new_zeros(b, dtype=torch.int64) for _ in range(3))
         self.hidden = like.new_zeros(b, hidden_size)
-        self.counts = like.new_zeros(b, config.gamma, 4, dtype=torch.float64)
+        self.counts = like.new_zeros(b, config.gamma, 5, dtype=torch.float64)
         self.finished = like.new_zeros(b, dtype=torch.bool)
         self.stops = torch.tensor(config.stop_tokens, dtype=torch.int64, device=like.device)
         # known on the host: length of the longest row, tokens generated in all rows
@@ -73,12 +73,13 @@ class Rows:
         self.lengths[rows] = grown
 
     def count(self, out: Verification) -> None:
-        """Add one verification of every active row to its acceptance counts."""
-        step = torch.arange(self.config.gamma, device=out.num_accepted.device)
+        """Add one verification of every active row, of any number of drafts up to gamma, to its acceptance counts."""
+        drafts = out.alpha.shape[1]
+        step = torch.arange(drafts, device=out.num_accepted.device)
         reached = out.num_accepted[:, None] >= step
         accepted = out.num_accepted[:, None] > step
-        values = [reached, accepted, reached * out.accept_prob, reached * out.alpha]
-        self.counts[: self.active] += torch.stack([value.double() for value in values], -1)
+        values = [reached, accepted, reached * out.accept_prob, reached * out.alpha, torch.ones_like(reached)]
+        self.counts[: self.active, :drafts] += torch.stack([value.double() for value in values], -1)
 
     def take_finished(self, move_row: Callable[[int, int], None]) -> list[tuple[int, Continuation, Tensor]]:
         """Remove what is finished: (index of the sequence, the sequence, its counts [gamma, 4]).

@@ -18,6 +18,10 @@ class DecodeConfig:
     up to the anchor, then the chain's own), `first-depth` shares the depth-1 keys. Drafts are filtered like
     the target unless `filter_draft` is off, which leaves only their temperature.
 
+    `gamma` need not be the number of depths trained: the repeated layer is applied as often. With
+    `adaptive_gamma` it is the most that is drafted, and `draft_cost` is what one more draft costs, its step and
+    its place in the verification together, in units of scoring one token.
+
     Raises:
         ValueError: a setting out of range.
     """
@@ -36,6 +40,8 @@ class DecodeConfig:
     raw_log_probs: bool = False
     record: bool = False
     prefill_chunk: int = 1024
+    adaptive_gamma: bool = False
+    draft_cost: float = 0.2
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -58,5 +64,23 @@ class DecodeConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if self.adaptive_gamma and not self.gamma:
+            raise ValueError("adaptive_gamma chooses from 1 to gamma drafts, and gamma is 0")
+        if not 0 <= self.draft_cost < float("inf"):
+            raise ValueError(f"draft_cost must be a number of at least 0, got {self.draft_cost}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+def parse_gamma(text: str) -> tuple[int, bool]:
+    """`"3"`, `"adaptive"` (up to 5) or `"adaptive:8"` as gamma and adaptive_gamma.
+
+    Raises:
+        ValueError: something else.
+    """
+    name, colon, most = text.partition(":")
+    adaptive = name == "adaptive"
+    number = (most if colon else "5") if adaptive else text
+    if not number.isascii() or not number.isdigit():
+        raise ValueError(f"gamma must be a number, adaptive, or adaptive:MOST, got {text!r}")
+    return int(number), adaptive

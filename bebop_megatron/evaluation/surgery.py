@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bebop_megatron.evaluation.cache import CachedAttention, Call
 from bebop_megatron.patching import Patcher
+
+if TYPE_CHECKING:
+    from bebop_megatron.evaluation.recurrent import CachedDeltaNet
 
 # fused rotary kernels know one position per column, decoding has one per row and column
 _OFF_IN_CONFIG = ("apply_rope_fusion", "fused_single_qkv_rope", "sequence_parallel", "flash_decode")
@@ -47,12 +50,22 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def data_parallel_group(model: Any) -> Any | None:
+    """The group of ranks that hold copies of this rank's part of the model; None where there is one copy."""
+    group = getattr(unwrapped(model).pg_collection, "dp", None)
+    return group if group is not None and group.size() > 1 else None
+
+
 def refuse_unsupported(model: Any) -> None:
     """Refuse what the caches cannot serve.
 
     Raises:
-        ValueError: pipeline or context parallelism, a kind of attention not implemented, a recurrent layer.
+        ValueError: pipeline or context parallelism, a kind of attention not implemented, a recurrent layer
+        other than the backbone's gated delta nets.
     """
+    # on demand, here and below: Megatron takes seconds to import
+    from bebop_megatron.mcore.delta_net import is_delta_net
+
     for name, group in (("pipeline", model.pg_collection.pp), ("context", model.pg_collection.cp)):
         if group is not None and group.size() > 1:
             raise ValueError(
@@ -63,12 +76,20 @@ def refuse_unsupported(model: Any) -> None:
         received = getattr(model.config, name, value)
         if received != value:
             raise ValueError(f"decoding supports {name}={value!r} only, but the model has {name}={received!r}")
+    drafting = set(model.mtp.modules()) if getattr(model, "mtp", None) is not None else set()
     for module in model.modules():
         mixer = getattr(module, "mixer", None) or getattr(module, "self_attention", None)
         if mixer is None or type(mixer).__name__ == "IdentityOp" or hasattr(mixer, "core_attention"):
             continue
+        if is_delta_net(mixer):
+            if module not in drafting:
+                continue
+            raise ValueError(
+                "the MTP layer has a gated delta net: its draft steps would start from states that no engine "
+                "defines. Use a pattern with attention (*) in the MTP layer"
+            )
         raise ValueError(
-            f"decoding needs a model with attention layers only: {type(mixer).__name__} keeps a recurrent "
+            f"decoding needs attention or gated delta net layers: {type(mixer).__name__} keeps a recurrent "
             "state, which cannot be rolled back when a draft is rejected"
         )
 
@@ -110,19 +131,27 @@ def rotary_table(model: Any, capacity: int) -> Tensor | None:
 
 
 @contextmanager
-def with_caches(model: Any, call: Call, *, batch_size: int, capacity: int) -> Iterator[list[CachedAttention]]:
-    """Replace every core attention of `model` by a cache that works on `call`'s window; yields the caches.
+def with_caches(
+    model: Any, call: Call, *, batch_size: int, capacity: int
+) -> Iterator[list[CachedAttention | CachedDeltaNet]]:
+    """Replace every core attention and every delta net of `model` by a cache that works on `call`'s window.
+
+    Yields the caches.
 
     Dropout, sequence parallelism and fused rotary kernels are off meanwhile. On leaving, everything is as it
     was.
     """
+    from bebop_megatron.evaluation.recurrent import CachedDeltaNet
+    from bebop_megatron.mcore.delta_net import is_delta_net
+
     patcher = Patcher()
     training = [module for module in model.modules() if module.training]
     attentions = [module for module in model.modules() if hasattr(module, "core_attention")]
+    recurrent = [m for m in model.modules() if is_delta_net(getattr(m, "self_attention", None))]
     # Megatron remembers rotary tables: one made in inference mode could not be used in training afterwards
     with torch.inference_mode(False), torch.no_grad():
         rotary = {m: _RowRotary(m.rotary_pos_emb, call, capacity) for m in attentions if hasattr(m, "rotary_pos_emb")}
-    caches: list[CachedAttention] = []
+    caches: list[CachedAttention | CachedDeltaNet] = []
     try:
         model.eval()
         for owner in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
@@ -141,6 +170,9 @@ def with_caches(model: Any, call: Call, *, batch_size: int, capacity: int) -> It
             patcher.set(attention, "core_attention", cache)
             if attention in rotary:
                 patcher.set(attention, "rotary_pos_emb", rotary[attention])
+        for layer in recurrent:
+            caches.append(CachedDeltaNet(call, layer.self_attention, batch_size=batch_size))
+            patcher.set(layer, "self_attention", caches[-1])
         yield caches
     finally:
         patcher.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,18 +11,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bebop_megatron.losses.backend import resolve
-from bebop_megatron.losses.comparison import Comparison
+from bebop_megatron.losses.comparison import Comparison, Target
 from bebop_megatron.losses.label_loss import label_nll
 from bebop_megatron.losses.objectives import ObjectiveOutput, unit_blend
 from bebop_megatron.losses.options import Options, check_labels, check_valid, depth_scale
-from bebop_megatron.losses.plan import Chunk, make_plan, plan_without_target
+from bebop_megatron.losses.plan import make_plan, plan_without_target
 from bebop_megatron.losses.prefix import anchors, counted
 from bebop_megatron.losses.registry import OBJECTIVES, weighted_terms
 from bebop_megatron.losses.shard import VocabShard
 from bebop_megatron.losses.statistics import RowStats
 
 # working memory of one chunk: its logits, and what the backend and half precision need beside them
-_CHUNK_BYTES = {"cpu": 176 * 2**20, "cuda": 1024 * 2**20}
+_CHUNK_BYTES = {"cpu": 148 * 2**20, "cuda": 1024 * 2**20}
 _MIN_ROWS = 8
 
 
@@ -43,8 +44,7 @@ class _Inputs:
 def _row_limit(weight: Tensor, options: Options) -> int:
     """How many draft rows, and as many target rows, fit into the byte budget.
 
-    By the columns that every rank has, so that all cut alike. With several depths few target rows meet many drafts, and
-    a chunk stays below the budget: what libraries allocate for a product grows with its rows, so these stay the same.
+    By the columns that every rank has, so that all cut alike.
     """
     per_logit = resolve(options.backend, weight.device).bytes_per_logit(
         weight.dtype,
@@ -60,8 +60,19 @@ def _row_limit(weight: Tensor, options: Options) -> int:
     return max(_MIN_ROWS, budget // max(2 * per_row, 1))
 
 
-def _project(hidden: Tensor, weight: Tensor) -> Tensor:
-    return hidden.to(weight.dtype) @ weight.t()
+class _Projection:
+    """The LM head of chunk after chunk, into the same memory: fresh pages for each would cost a tenth of the time.
+
+    What a call gives is overwritten by the next.
+    """
+
+    def __init__(self, weight: Tensor, parts: list[slice]) -> None:
+        self.weight = weight
+        self._space = weight.new_empty(max((part.stop - part.start for part in parts), default=0), len(weight))
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """Shape: [rows, h] -> [rows, columns], of the weight's dtype."""
+        return torch.mm(hidden.to(self.weight.dtype), self.weight.t(), out=self._space[: len(hidden)])
 
 
 class _Chunks:
@@ -77,32 +88,39 @@ class _Chunks:
         else:
             looked_at = None if inputs.row_labels is None else (inputs.row_labels >= 0).nonzero()[:, 0]
             self.plan = make_plan(inputs.target_rows, inputs.valid, limit, looked_at)
+        # Megatron's language-model loss has the padding columns in its sum
+        wanted = self.head if inputs.row_labels is None else inputs.weight
+        self._of_targets = _Projection(wanted, [chunk.targets for chunk in self.plan.chunks])
+        self._of_drafts = _Projection(self.head, [part for chunk in self.plan.chunks for part in chunk.drafts])
         # target rows that are this rank's own; those behind them come from a neighbour
         own = 0 if inputs.row_labels is None else len(inputs.row_labels)
         self.own_rows = int((self.plan.needed < own).sum()) if own else 0
 
-    def entries(self, chunk: Chunk) -> Tensor:
-        """Flat index [e] into [k, n] of the entries of a chunk."""
-        return self.plan.order[chunk.entries]
+    def each(self, work: Callable[[Tensor, Comparison], None]) -> None:
+        """Call `work` for every part of the plan with its entries, flat indices [e] into [k, n], and their comparison.
 
-    def compare(self, chunk: Chunk) -> Comparison:
-        """Logits of a chunk, drafts against targets; they live as long as what is returned."""
-        entries = self.entries(chunk)
-        target = None
-        if self.inputs.target_hidden is not None:
-            target = self._target_logits(chunk.targets, self.inputs.target_hidden)
-        rows = self.plan.place[chunk.entries] - chunk.targets.start
-        labels = None if self.labels is None else self.labels[entries]
-        draft = _project(self.hidden[entries], self.head)
-        return Comparison.of(draft, target, rows, labels, self.options, self.shard, overwrite=True)
+        The logits compared are gone when `work` returns.
+        """
+        for chunk in self.plan.chunks:
+            target: Tensor | Target | None = None
+            if self.inputs.target_hidden is not None:
+                target = self._target_logits(chunk.targets, self.inputs.target_hidden)
+            for part in chunk.drafts:
+                entries, rows = self.plan.order[part], self.plan.place[part] - chunk.targets.start
+                labels = None if self.labels is None else self.labels[entries]
+                draft = self._of_drafts.of(self.hidden[entries])
+                compared = Comparison.of(draft, target, rows, labels, self.options, self.shard, overwrite=True)
+                target = compared.reference
+                work(entries, compared)
+                # before the next part needs its memory
+                del compared
 
     def _target_logits(self, part: slice, table: Tensor) -> Tensor:
         """Logits of some target rows, and in passing the language-model loss of those that have labels."""
         rows = self.plan.needed[part]
+        logits = self._of_targets.of(table[rows])
         if self.inputs.row_labels is None or self.inputs.row_nll is None:
-            return _project(table[rows], self.head)
-        # Megatron's language-model loss has the padding columns in its sum
-        logits = _project(table[rows], self.inputs.weight)
+            return logits
         rows = rows[: max(self.own_rows - part.start, 0)]
         labels = self.inputs.row_labels[rows]
         nll = label_nll(logits[: len(rows)] * self.options.logit_scale, labels.clamp(min=0), self.shard.group)
@@ -110,29 +128,41 @@ class _Chunks:
         return logits[:, : self.shard.columns]
 
 
-def _first_pass(chunks: _Chunks, chunk: Chunk, collected: RowStats, grads: list[Tensor]) -> None:
-    """Statistics of a chunk, and its unweighted hidden gradient for each objective."""
-    entries, compared = chunks.entries(chunk), chunks.compare(chunk)
-    stats = compared.stats()
-    for name, value in vars(stats).items():
-        getattr(collected, name)[entries] = value
-    for number, (grad, kind) in enumerate(zip(grads, chunks.options.shares, strict=False)):
-        blend = OBJECTIVES[kind].blend(stats.alpha)
-        direction = compared.direction(stats, blend, overwrite=number == len(grads) - 1)
-        grad[entries] = (direction.to(chunks.head.dtype) @ chunks.head).to(grad.dtype)
+def _first_pass(chunks: _Chunks, collected: RowStats, grads: list[Tensor]) -> None:
+    """Statistics of every entry, and its unweighted hidden gradient for each objective."""
+
+    directions = [OBJECTIVES[kind].direction for kind in chunks.options.shares if grads]
+
+    def work(entries: Tensor, compared: Comparison) -> None:
+        # in place: nothing else wants the draft's probabilities
+        tv = compared.draft.local.values if directions == ["tv"] and compared.can_fuse else None
+        stats = compared.stats(tv)
+        for name, value in vars(stats).items():
+            getattr(collected, name)[entries] = value
+        for number, (grad, kind) in enumerate(zip(grads, chunks.options.shares, strict=False)):
+            direction = tv
+            if direction is None:
+                blend = OBJECTIVES[kind].blend(stats.alpha)
+                direction = compared.direction(stats, blend, overwrite=number == len(grads) - 1)
+            grad[entries] = (direction.to(chunks.head.dtype) @ chunks.head).to(grad.dtype)
+
+    chunks.each(work)
 
 
-def _add_weight_gradient(chunks: _Chunks, chunk: Chunk, stats: RowStats, weights: list[Tensor], grad: Tensor) -> None:
-    """The chunk's logits a second time, because only now the weight of each row is known."""
-    entries, compared = chunks.entries(chunk), chunks.compare(chunk)
-    own = RowStats(**{name: value[entries] for name, value in vars(stats).items()})
-    rows = torch.stack([w[entries] for w in weights])
-    # what a row weighs goes with its hidden state: a direction in half precision would underflow
-    size = rows.abs().amax(0)
-    blend = unit_blend(chunks.options, list(torch.where(size > 0, rows / size, 0)), own.alpha)
-    direction = compared.direction(own, blend, overwrite=True)
-    hidden = chunks.hidden[entries].to(grad.dtype) * size[:, None]
-    grad[: chunks.shard.columns].addmm_(direction.t().to(grad.dtype), hidden)
+def _add_weight_gradient(chunks: _Chunks, stats: RowStats, weights: list[Tensor], grad: Tensor) -> None:
+    """All logits a second time, because only now the weight of each row is known."""
+
+    def work(entries: Tensor, compared: Comparison) -> None:
+        own = RowStats(**{name: value[entries] for name, value in vars(stats).items()})
+        rows = torch.stack([w[entries] for w in weights])
+        # what a row weighs goes with its hidden state: a direction in half precision would underflow
+        size = rows.abs().amax(0)
+        blend = unit_blend(chunks.options, list(torch.where(size > 0, rows / size, 0)), own.alpha)
+        direction = compared.direction(own, blend, overwrite=True)
+        hidden = chunks.hidden[entries].to(grad.dtype) * size[:, None]
+        grad[: chunks.shard.columns].addmm_(direction.t().to(grad.dtype), hidden)
+
+    chunks.each(work)
 
 
 @torch.no_grad()
@@ -148,8 +178,7 @@ def _run(
     keep = torch.float32 if inputs.draft_hidden.dtype == torch.float16 else inputs.draft_hidden.dtype
     # one for each objective: a row's weight is known when all depths of its anchor are done
     grads = [torch.zeros(k * n, h, dtype=keep, device=weight.device) for _ in options.shares if want[0]]
-    for chunk in chunks.plan.chunks:
-        _first_pass(chunks, chunk, collected, grads)
+    _first_pass(chunks, collected, grads)
     stats = collected.view(k, n)
     loss, weights = weighted_terms(options.shares, stats, counted(inputs.valid, options.horizon), scale)
     weights = [(w * (options.logit_scale / options.draft_temperature)).flatten() for w in weights]
@@ -162,8 +191,7 @@ def _run(
         grad_hidden = shard.sum_of_own_rows(grad_hidden) if inputs.sequence_parallel else shard.sum(grad_hidden)
     if want[1]:
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for chunk in chunks.plan.chunks:
-            _add_weight_gradient(chunks, chunk, collected, weights, grad_weight)
+        _add_weight_gradient(chunks, collected, weights, grad_weight)
     return loss, stats, grad_hidden, grad_weight
 
 

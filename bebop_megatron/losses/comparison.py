@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bebop_megatron.losses import rows as torch_rows
 from bebop_megatron.losses.backend import Backend, resolve
+from bebop_megatron.losses.rows import LocalRows
 from bebop_megatron.losses.shard import VocabShard
 from bebop_megatron.losses.statistics import Distribution, RowStats, distributions
 from bebop_megatron.losses.target_filter import filter_logits, outside_top_k
@@ -26,6 +28,24 @@ def _share(side: Distribution) -> Tensor:
     return torch.ones_like(side.shift) if side.share is None else side.share
 
 
+def _normalised_target(
+    logits: Tensor, options: Options, shard: VocabShard, backend: Backend, overwrite: bool
+) -> LocalRows:
+    scale = options.logit_scale / options.target_temperature
+    if options.filters:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+        logits, scale = filter_logits(wide, options.target_top_k, options.target_top_p, shard), 1.0
+    return backend.local_rows(logits, scale, reverse=options.needs_reverse_kl, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class Target:
+    """m target rows, which meet any number of drafts; outside [m, columns] bool: what truncation leaves out of both."""
+
+    distribution: Distribution
+    outside: Tensor | None
+
+
 @dataclass(frozen=True)
 class Comparison:
     """n draft rows; row i meets row `rows[i]` of the target and predicts a label, where there are such.
@@ -34,7 +54,7 @@ class Comparison:
     """
 
     draft: Distribution
-    target: Distribution | None
+    reference: Target | None
     rows: Tensor
     label: Tensor | None
     shard: VocabShard
@@ -45,32 +65,31 @@ class Comparison:
     def of(
         cls,
         draft_logits: Tensor,
-        target_logits: Tensor | None,
+        target: Tensor | Target | None,
         rows: Tensor,
         labels: Tensor | None,
         options: Options,
         shard: VocabShard,
         overwrite: bool = False,
     ) -> Comparison:
-        """Normalise both sides.
+        """Normalise both sides; of a target that was compared before, the `reference` of that comparison will do.
 
-        Shape: draft_logits [n, columns], target_logits [m, columns], rows, labels [n] int64.
+        Shape: draft_logits [n, columns], target (logits) [m, columns], rows, labels [n] int64.
         Collectives: two all-reduces over the group, and those of the target's filters.
         Memory: see `local_rows` of the backend; `overwrite` lets it use the logits themselves.
         """
         backend = resolve(options.backend, draft_logits.device)
         reverse = options.needs_reverse_kl
-        sides = []
-        if target_logits is not None and options.truncate_top_k:
-            outside = outside_top_k(target_logits, options.truncate_top_k, shard)
-            target_logits = target_logits.masked_fill(outside, -torch.inf)
+        known = target if isinstance(target, Target) else None
+        outside, own = (None, None) if known is None else (known.outside, known.distribution.local)
+        if isinstance(target, Tensor):
+            given: Tensor = target
+            if options.truncate_top_k:
+                outside = outside_top_k(given, options.truncate_top_k, shard)
+                given = given.masked_fill(outside, -torch.inf)
+            own = _normalised_target(given, options, shard, backend, overwrite)
+        if outside is not None:
             draft_logits = draft_logits.masked_fill(outside[rows], -torch.inf)
-        if target_logits is not None:
-            scale = options.logit_scale / options.target_temperature
-            if options.filters:
-                wide = target_logits.to(torch.promote_types(target_logits.dtype, torch.float32)) * scale
-                target_logits, scale = filter_logits(wide, options.target_top_k, options.target_top_p, shard), 1.0
-            sides.append(backend.local_rows(target_logits, scale, reverse=reverse, overwrite=overwrite))
         label = None
         if labels is not None:
             column, held = shard.local(labels)
@@ -78,25 +97,40 @@ class Comparison:
         draft = backend.local_rows(
             draft_logits,
             options.logit_scale / options.draft_temperature,
-            target=sides[0] if sides else None,
+            target=own,
             rows=rows,
             label=label,
             reverse=reverse,
             overwrite=overwrite,
         )
-        *targets, done = distributions([*sides, draft], shard)
-        return cls(done, targets[0] if targets else None, rows, label, shard, backend, reverse)
+        if own is None or known is not None:
+            (done,) = distributions([draft], shard)
+            return cls(done, known, rows, label, shard, backend, reverse)
+        of_target, done = distributions([own, draft], shard)
+        return cls(done, Target(of_target, outside), rows, label, shard, backend, reverse)
 
-    def stats(self) -> RowStats:
+    @property
+    def target(self) -> Distribution | None:
+        """The target's rows, if there are any."""
+        return None if self.reference is None else self.reference.distribution
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the direction `tv` can be had with the statistics: no sum needs another rank, or another kernel."""
+        return self.backend is torch_rows and self.target is not None and self.shard.group is None
+
+    def stats(self, tv: Tensor | None = None) -> RowStats:
         """All statistics [n]. Without target or labels theirs are 0.
 
         Collectives: one all-reduce over the group.
+        Memory: with `tv` [n, columns], for which `can_fuse` must hold, the direction `tv` is written into it.
         """
         draft, target, rows = self.draft, self.target, self.rows
         zero = torch.zeros_like(draft.entropy)
         parts = [zero] * 9
         if target is not None:
-            overlap = self.backend.overlap(draft.local, target.local, rows, draft.share, target.share)
+            sides = (draft.local, target.local, rows, draft.share, target.share)
+            overlap = self.backend.overlap(*sides) if tv is None else torch_rows.overlap(*sides, tv)
             weight = _share(target)[rows]
             parts[0], parts[1], parts[8] = overlap.alpha, overlap.covered, overlap.rejected
             parts[2] = _part_of_mean(weight, draft.local.cross, draft.shift)

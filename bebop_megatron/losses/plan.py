@@ -1,8 +1,7 @@
-"""Which rows are projected together: every target row once, beside all the draft rows that meet it."""
+"""Which rows are projected together: every target row once, and then all the draft rows that meet it."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunk:
-    """One step of a plan: a slice of its entries, and the slice of its target rows that they meet."""
+    """One step of a plan: a slice of its target rows, and in turn the slices of its entries that meet them."""
 
-    entries: slice
     targets: slice
+    drafts: list[slice]
 
 
 @dataclass(frozen=True)
@@ -32,40 +31,31 @@ class Plan:
 
 
 def make_plan(target_rows: Tensor, valid: Tensor, limit: int, looked_at: Tensor | None = None) -> Plan:
-    """Cut the valid entries into chunks of at most `limit` draft rows, and as many target rows.
+    """Cut the needed target rows into chunks of at most `limit`, and the entries of each into parts of at most `limit`.
 
-    A target row is in one chunk only, unless more entries meet it than fit: then it is in several. The host waits for
-    the device three times.
+    Every target row is in one chunk; more depths make more parts and not larger ones. The host waits for the device
+    three times.
 
     Shape: target_rows [k, n] int64, valid [k, n] bool, looked_at [r] int64: target rows wanted without any entry.
     """
     entries = valid.flatten().nonzero()[:, 0]
     rows, by_row = target_rows.flatten()[entries].sort(stable=True)
     needed = torch.unique(rows if looked_at is None else torch.cat([rows, looked_at]))
-    ends = torch.searchsorted(rows, needed, right=True)
-    return Plan(entries[by_row], needed, torch.searchsorted(needed, rows), _cut(ends.tolist(), limit))
+    parts = _parts(0, len(needed), limit)
+    last = torch.tensor([part.stop - 1 for part in parts], dtype=torch.int64, device=rows.device)
+    ends = torch.searchsorted(rows, needed[last], right=True).tolist()
+    chunks = [
+        Chunk(part, _parts(start, stop, limit)) for part, start, stop in zip(parts, [0, *ends], ends, strict=False)
+    ]
+    return Plan(entries[by_row], needed, torch.searchsorted(needed, rows), chunks)
 
 
 def plan_without_target(valid: Tensor, limit: int) -> Plan:
     """Chunks of at most `limit` valid entries [k, n], in order; the host waits for the device once."""
     entries = valid.flatten().nonzero()[:, 0]
-    starts = range(0, len(entries), limit)
-    chunks = [Chunk(slice(start, min(start + limit, len(entries))), slice(0, 0)) for start in starts]
+    chunks = [Chunk(slice(0, 0), [part]) for part in _parts(0, len(entries), limit)]
     return Plan(entries, entries[:0], torch.zeros_like(entries), chunks)
 
 
-def _cut(ends: list[int], limit: int) -> list[Chunk]:
-    """`ends[u]`: how many entries meet target rows 0..u."""
-    chunks, row, entry = [], 0, 0
-    while row < len(ends):
-        last = min(bisect_right(ends, entry + limit), row + limit)
-        if last > row:
-            chunks.append(Chunk(slice(entry, ends[last - 1]), slice(row, last)))
-            row, entry = last, ends[last - 1]
-        else:
-            # more entries meet this one row than a chunk may hold
-            stop = min(entry + limit, ends[row])
-            chunks.append(Chunk(slice(entry, stop), slice(row, row + 1)))
-            entry = stop
-            row += entry == ends[row]
-    return chunks
+def _parts(start: int, stop: int, limit: int) -> list[slice]:
+    return [slice(begin, min(begin + limit, stop)) for begin in range(start, stop, limit)]

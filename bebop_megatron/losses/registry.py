@@ -39,20 +39,21 @@ class Objective:
 
     `terms(stats, entries, scale)` maps row statistics [k, n], counted entries [k, n] bool and a factor on each depth's
     loss [k, 1] to the loss of each entry [k, n] (0 where it does not count) and the weight of its gradient [k, n].
-    `blend(alpha)` maps the acceptance [n] of any rows to the coefficient [n] of each direction of `rows.direction`.
+    `direction` names one of those of `rows.direction`, or maps the acceptance [n] of any rows to the coefficient [n] of
+    each.
     """
 
     description: str
     gradient: str
     terms: Callable[[RowStats, Tensor, Tensor], Terms]
-    blend: Callable[[Tensor], Blend]
+    direction: str | Callable[[Tensor], Blend]
     needs_target: bool = True
     needs_labels: bool = False
     needs_reverse_kl: bool = False
 
-
-def _only(direction: str) -> Callable[[Tensor], Blend]:
-    return lambda alpha: {direction: torch.ones_like(alpha)}
+    def blend(self, alpha: Tensor) -> Blend:
+        """The coefficient [n] of each direction, for rows of acceptance alpha [n]."""
+        return {self.direction: torch.ones_like(alpha)} if isinstance(self.direction, str) else self.direction(alpha)
 
 
 def _simple(loss: Callable[[RowStats], Tensor]) -> Callable[[RowStats, Tensor, Tensor], Terms]:
@@ -88,31 +89,31 @@ OBJECTIVES: dict[str, Objective] = {
         "cross entropy with the next tokens (hard labels)",
         "q_j - [j = label]",
         _simple(lambda s: -s.log_q_label),
-        _only("ce"),
+        "ce",
         needs_target=False,
         needs_labels=True,
     ),
-    "kl": Objective("KL(p||q): soft cross entropy", "q_j - p_j", _simple(lambda s: s.kl), _only("kl")),
+    "kl": Objective("KL(p||q): soft cross entropy", "q_j - p_j", _simple(lambda s: s.kl), "kl"),
     "reverse-kl": Objective(
         "KL(q||p)",
         "q_j (log(q_j/p_j) - KL(q||p))",
         _simple(lambda s: s.reverse_kl),
-        _only("reverse-kl"),
+        "reverse-kl",
         needs_reverse_kl=True,
     ),
     "tv-step": Objective(
         "total variation of each depth: 1 - alpha_i",
         "-q_j ([q_j <= p_j] - S)",
         _simple(lambda s: 1 - s.alpha),
-        _only("tv"),
+        "tv",
     ),
     "tv": Objective(
         "end-to-end total variation: 1 - mean accepted prefix",
         "-w_i q_j ([q_j <= p_j] - S)",
         _end_to_end,
-        _only("tv"),
+        "tv",
     ),
-    "lk": Objective("-log alpha_i: does not vanish for a cold head", "tv-step's / alpha_i", _log, _only("tv")),
+    "lk": Objective("-log alpha_i: does not vanish for a cold head", "tv-step's / alpha_i", _log, "tv"),
     "lk-hybrid": Objective(
         "KL while alpha is small, total variation after",
         "lambda kl's + (1 - lambda) tv-step's",

@@ -15,6 +15,8 @@ from torch import Tensor
 # elements of one block and thread: small enough for the caches, large enough that calls do not count
 _BLOCK = 2**19
 _TILE = 256
+# what the scratch memory of a block holds
+_DRAFT, _TARGET, _TERM, _REJECTED, _TOTAL = range(5)
 # a mean logit below this can only come from a probability on a logit of -inf
 _NEVER = -1e12
 
@@ -113,22 +115,25 @@ def local_rows(
     if columns == 0:
         top.fill_(-torch.inf)
     size = _block_rows(n, columns, logits.device)
-    scratch = _Scratch(values, size, 3)
+    scratch = _Scratch(values, size)
     for part in _blocks(n, size) if columns else ():
-        z, softmax, other = (scratch.of(i, part) for i in range(3))
-        z.copy_(logits[part])
-        if scale != 1:
-            z.mul_(scale)
-        torch.amax(z, -1, out=top[part])
-        column[part] = _first_largest(z)
+        z = scratch.of(_TERM, part)
+        softmax, given = values[part], logits[part]
+        if given.dtype != wide or scale != 1:
+            # converted first: a product of two types would be rounded to the narrow one
+            given = z.copy_(given)
+            if scale != 1:
+                given.mul_(scale)
+        torch.amax(given, -1, out=top[part])
+        column[part] = _first_largest(given)
         # -inf becomes the lowest number, and that times a probability of 0 is 0; a row of nothing else has a share of 0
-        z.sub_(top[part].clamp(min=lowest)[:, None]).clamp_(min=lowest)
+        torch.sub(given, top[part].clamp(min=lowest)[:, None], out=z).clamp_(min=lowest)
         torch.softmax(z, -1, out=softmax)
         # the largest logit is 0 now
         log_sum[part] = -softmax.gather(1, column[part][:, None])[:, 0].log()
         mean[part] = torch.linalg.vecdot(softmax, z)
         if target is not None and rows is not None:
-            torch.index_select(target.values, 0, rows[part], out=other)
+            other = torch.index_select(target.values, 0, rows[part], out=scratch.of(_TARGET, part))
             cross[part] = torch.linalg.vecdot(other, z)
             if reverse:
                 assert target.logits is not None
@@ -137,7 +142,6 @@ def local_rows(
             label_logit[part] = z.gather(1, label[part].clamp(min=0)[:, None])[:, 0]
         if kept is not None:
             kept[part] = z
-        values[part] = softmax
     label_logit.masked_fill_(label_logit <= lowest, -torch.inf)
     for expectation in (cross, reverse_cross):
         expectation.masked_fill_(expectation < _NEVER, -torch.inf)
@@ -152,20 +156,20 @@ def probability_at(side: LocalRows, rows: Tensor, column: Tensor) -> Tensor:
 class _Scratch:
     """Memory for the blocks of one call: what is allocated for every block costs page faults."""
 
-    def __init__(self, like: Tensor, rows: int, count: int) -> None:
-        self._space = [like.new_empty(rows, like.shape[1]) for _ in range(count)]
-
-    def __len__(self) -> int:
-        return len(self._space)
+    def __init__(self, like: Tensor, rows: int) -> None:
+        self._like, self._rows = like, rows
+        self._space: dict[int, Tensor] = {}
 
     def of(self, number: int, part: slice) -> Tensor:
+        if number not in self._space:
+            self._space[number] = self._like.new_empty(self._rows, self._like.shape[1])
         return self._space[number][: part.stop - part.start]
 
 
-def _draft_probabilities(side: LocalRows, share: Tensor | None, part: slice, out: Tensor) -> Tensor:
+def _draft_probabilities(side: LocalRows, share: Tensor | None, part: slice, scratch: _Scratch) -> Tensor:
     """True probabilities of a block of rows; a view of them where nothing has to be done."""
     own = side.values[part]
-    return own if share is None else torch.mul(own, share[part][:, None], out=out)
+    return own if share is None else torch.mul(own, share[part][:, None], out=scratch.of(_DRAFT, part))
 
 
 def _target_probabilities(side: LocalRows, share: Tensor | None, rows: Tensor, out: Tensor) -> Tensor:
@@ -174,21 +178,34 @@ def _target_probabilities(side: LocalRows, share: Tensor | None, rows: Tensor, o
 
 
 def overlap(
-    draft: LocalRows, target: LocalRows, rows: Tensor, draft_share: Tensor | None, target_share: Tensor | None
+    draft: LocalRows,
+    target: LocalRows,
+    rows: Tensor,
+    draft_share: Tensor | None,
+    target_share: Tensor | None,
+    tv: Tensor | None = None,
 ) -> Overlap:
-    """Sums over this rank's columns; `*_share` [n]: the part of each distribution that lies here, None: all of it."""
+    """Sums over this rank's columns; `*_share` [n]: the part of each distribution that lies here, None: all of it.
+
+    `tv` [n, columns], only where all columns are here, receives the direction `tv` in passing: blocks are in the cache
+    still. It may be the draft's values.
+    """
     n, columns = draft.values.shape
     alpha, covered, rejected = draft.values.new_zeros(3, n)
     size = _block_rows(n, columns, rows.device)
-    scratch = _Scratch(draft.values, size, 3)
+    scratch = _Scratch(draft.values, size)
     for part in _blocks(n, size):
-        a, b, c = (scratch.of(i, part) for i in range(3))
-        q = _draft_probabilities(draft, draft_share, part, a)
-        p = _target_probabilities(target, target_share, rows[part], b)
+        q = _draft_probabilities(draft, draft_share, part, scratch)
+        p = _target_probabilities(target, target_share, rows[part], scratch.of(_TARGET, part))
+        c = scratch.of(_TERM, part)
         torch.sum(torch.minimum(p, q, out=c), -1, out=alpha[part])
         over = _where_rejected(q, p, c)
         torch.sum(over, -1, out=rejected[part])
-        torch.sum(torch.sub(q, over, out=c), -1, out=covered[part])
+        # the target's block is not needed any more
+        under = torch.sub(q, over, out=p)
+        torch.sum(under, -1, out=covered[part])
+        if tv is not None:
+            torch.mul(over, covered[part][:, None], out=tv[part]).sub_(under.mul_(rejected[part][:, None]))
     return Overlap(alpha, covered, rejected)
 
 
@@ -222,14 +239,16 @@ def direction(
     n, columns = draft.values.shape
     out = draft.values if overwrite else torch.empty_like(draft.values)
     size = _block_rows(n, columns, rows.device)
-    scratch = _Scratch(draft.values, size, 5 if len(coefficients) > 1 else 4)
+    scratch = _Scratch(draft.values, size)
     for part in _blocks(n, size):
-        q = _draft_probabilities(draft, draft_share, part, scratch.of(0, part))
-        p = None if target is None else _target_probabilities(target, target_share, rows[part], scratch.of(1, part))
-        last = scratch.of(len(scratch) - 1, part)
+        q = _draft_probabilities(draft, draft_share, part, scratch)
+        p = None
+        if target is not None:
+            p = _target_probabilities(target, target_share, rows[part], scratch.of(_TARGET, part))
+        total = scratch.of(_TOTAL, part)
         for number, (name, coefficient) in enumerate(coefficients.items()):
             w = coefficient[part].to(q.dtype)[:, None]
-            term = scratch.of(2, part) if number else last
+            term = scratch.of(_TERM, part) if number else total
             if name == "ce":
                 assert label is not None
                 torch.mul(q, w, out=term)
@@ -249,10 +268,10 @@ def direction(
                 term.add_(log_ratio[part][:, None]).mul_(q).masked_fill_(q == 0, 0).mul_(w)
             else:
                 assert p is not None
-                over = _where_rejected(q, p, scratch.of(1, part) if len(coefficients) == 1 else scratch.of(3, part))
+                over = _where_rejected(q, p, scratch.of(_TARGET if len(coefficients) == 1 else _REJECTED, part))
                 torch.sub(over, q, out=term).mul_((rejected[part] * w[:, 0])[:, None])
                 term.addcmul_(over, (covered[part] * w[:, 0])[:, None])
             if number:
-                last.add_(term)
-        out[part] = last if coefficients else 0
+                total.add_(term)
+        out[part] = total if coefficients else 0
     return out

@@ -72,6 +72,15 @@ LOGGING_SEAM = Seam(
     "track_mtp_metrics",
     ("loss_scale", "iteration", "writer", "wandb_writer", "total_loss_dict"),
 )
+# called, not rebound: decoding runs the layer's own parts around states of its own
+DELTA_NET_SEAMS = tuple(
+    Seam("megatron.core.ssm.gated_delta_net:GatedDeltaNet", name, parameters)
+    for name, parameters in (
+        ("_prepare_input_for_gated_delta_rule", ("qkv", "gate", "batch", "seq_len", "gate_feats")),
+        ("_compute_g_and_beta", ("A_log_local_cp", "dt_bias_local_cp", "alpha", "beta")),
+        ("_apply_gated_norm", ("x", "gate")),
+    )
+)
 # a class, so that every wrapped model already built is covered too
 GRAD_SYNC_SEAM = Seam("megatron.core.distributed:DistributedDataParallel", "finish_grad_sync", ("force_all_reduce",))
 

@@ -39,18 +39,41 @@ def causal_conv1d(
 
 
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **_: Any
-) -> tuple[Tensor, None]:
-    """Gated delta rule; the state starts at zero in each document.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule; without `initial_state` the state starts at zero, as it does in each packed document.
 
-    Shape: q, k [b, s, heads, d_k], v [b, s, heads, d_v], g, beta [b, s, heads] -> [b, s, heads, d_v].
+    Shape: q, k [b, s, heads, d_k], v [b, s, heads, d_v], g, beta [b, s, heads], initial_state
+    [b, heads, d_k, d_v] float32 -> [b, s, heads, d_v], and the state after the last token or None.
+
+    Raises:
+        ValueError: packed documents with a state.
     """
     from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 
-    out = []
+    if cu_seqlens is not None and (initial_state is not None or output_final_state):
+        raise ValueError("packed documents start with an empty state and keep none: pass no cu_seqlens with a state")
+    out, state = [], initial_state
     for document in _documents(cu_seqlens, q.shape[1]):
         # its loop over a chunk is Python: short documents must not be padded to the default of 64
         size = min(64, max(1, document.stop - document.start))
         parts = (x[:, document] for x in (q, k, v))
-        out.append(torch_chunk_gated_delta_rule(*parts, g=g[:, document], beta=beta[:, document], chunk_size=size)[0])
-    return torch.cat(out, 1), None
+        result, state = torch_chunk_gated_delta_rule(
+            *parts,
+            g=g[:, document],
+            beta=beta[:, document],
+            chunk_size=size,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
+        out.append(result)
+    return torch.cat(out, 1), state if output_final_state else None

@@ -6,41 +6,26 @@ training layout or torchrun, a head that was never loaded, errors that come late
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
-from bebop_megatron.evaluation.__main__ import _configs, _parser, _vocabulary, main
+from bebop_megatron.evaluation import subject
+from bebop_megatron.evaluation.__main__ import main, parser
 from bebop_megatron.evaluation.loading import LoadedModel
+from bebop_megatron.evaluation.measure import configs_of
 from bebop_megatron.evaluation.prompts import read_prompts
 from bebop_megatron.evaluation.results import load_rows
-from tests.evaluation import tiny
-from tests.launch import ROOT, pretrain
+from tests.launch import ROOT
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
-    lines = [json.dumps({"tokens": tokens}) for tokens in tiny.prompts(9, 3, 12, 5, 7, 4)]
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A few steps of training with settings that Megatron's own `--use-checkpoint-args` leaves out."""
-    root = tmp_path_factory.mktemp("checkpoint")
-    flags = ["--mtp-loss", "kl", "--norm-epsilon", "1e-3", "--rotary-base", "5000", "--lr", "3e-2"]
-    done = pretrain(*flags, "--train-iters", "12", "--save", str(root), "--save-interval", "12")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return str(root)
 
 
 def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -157,6 +142,32 @@ def test_checkpoint_without_a_head_is_refused(prompts, tmp_path):
     assert "has no MTP weights" in failure("--load", str(tmp_path), "--prompts", prompts)
 
 
+@on_cpu
+@pytest.mark.dist
+def test_two_copies_of_the_model_finish_what_one_began(checkpoint, prompts, tmp_path):
+    (tmp_path / "some.jsonl").write_text("".join(f"{line}\n" for line in Path(prompts).read_text().splitlines()[:3]))
+    output = tmp_path / "out" / "completions.jsonl"
+    common = ["generate", "--load", checkpoint, "--output", str(output), "--max-new-tokens", "10", "--log-probs"]
+    common += ["--samples", "2", "--temperature", "0", "--batch-size", "2"]
+    done = run(*common, "--prompts", str(tmp_path / "some.jsonl"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    begun = output.read_text()
+    assert len(begun.splitlines()) == 6
+    done = run(*common, "--prompts", prompts, "--tensor-parallel", "1", processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "6 completions" in done.stdout
+    assert output.read_text().startswith(begun)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    asked = [json.loads(line)["tokens"] for line in Path(prompts).read_text().splitlines()]
+    assert [line["prompt_tokens"] for line in lines] == [tokens for tokens in asked for _ in range(2)]
+    for first, second in itertools.batched(lines, 2):
+        # greedy: whoever continues a prompt says the same
+        assert first["completion_tokens"] == second["completion_tokens"]
+        assert first["raw_log_probs"] == pytest.approx(second["raw_log_probs"], abs=1e-4)
+    wrong = run(*common, "--prompts", prompts, "--tensor-parallel", "2")
+    assert "1 process(es) cannot be split into groups of 2" in wrong.stderr
+
+
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
@@ -192,9 +203,9 @@ def test_bad_flags_end_with_one_clear_line(prompts, flags, message):
 
 def test_rules_may_be_repeated_or_listed_and_count_once():
     for flags in (["--rule", "target-only", "rejection"], ["--rule", "target-only", "--rule", "rejection"]):
-        options = _parser().parse_args(["--load", "x", "--prompts", "y", *flags, "--rule", "rejection"])
-        assert [config.rule for config in _configs(options, ())] == ["target-only", "rejection"]
-    (default,) = _configs(_parser().parse_args(["--load", "x", "--prompts", "y"]), (3,))
+        options = parser().parse_args(["--load", "x", "--prompts", "y", *flags, "--rule", "rejection"])
+        assert [config.rule for config in configs_of(options, ())] == ["target-only", "rejection"]
+    (default,) = configs_of(parser().parse_args(["--load", "x", "--prompts", "y"]), (3,))
     assert (default.rule, default.stop_tokens) == ("rejection", (3,))
 
 
@@ -226,10 +237,8 @@ def test_prompts_are_encoded_as_training_data_is(tmp_path):
 
 
 def test_tokenizer_of_another_size_is_noticed():
-    options = Namespace(tokenizer="t")
-
     def vocabulary(columns: int, tokenizer: object) -> int:
-        return _vocabulary(LoadedModel(None, Namespace(vocab_size=95), columns, 16), tokenizer, options)
+        return subject.vocabulary(LoadedModel(None, Namespace(vocab_size=95), columns, 16), tokenizer, "t")
 
     assert vocabulary(112, _Words(False)) == 100
     assert vocabulary(112, None) == 95

@@ -30,11 +30,15 @@ def generate(model, config, **kwargs) -> GenerationResult:
 
 @pytest.fixture(scope="module")
 def greedy(model):
+    return greedy_texts(model)
+
+
+def greedy_texts(model, lengths=PROMPTS, tokens=20):
     """Greedy text, one full forward pass per token."""
     texts = []
-    for prompt in tiny.prompts(*PROMPTS):
+    for prompt in tiny.prompts(*lengths):
         text = list(prompt)
-        for _ in range(20):
+        for _ in range(tokens):
             text.append(int(tiny.full_logits(model, text)[-1].argmax()))
         texts.append(text[len(prompt) :])
     return texts
@@ -65,6 +69,30 @@ def test_greedy_text_is_that_of_full_forward_passes(model, greedy, rule, gamma, 
     assert [sequence.tokens for sequence in result.sequences] == greedy
     assert [sequence.prompt for sequence in result.sequences] == list(range(len(PROMPTS)))
     assert all(log_prob == 0 for sequence in result.sequences for log_prob in sequence.log_probs)
+
+
+@pytest.mark.parametrize("kind", tiny.DELTA_NETS)
+def test_greedy_text_of_recurrent_models_is_that_of_full_forward_passes(kind):
+    model = tiny.build(**tiny.DELTA_NETS[kind])
+    lengths = (5, 1, 14, 4, 2)
+    expected = greedy_texts(model, lengths, 14)
+    # rows move, new ones take the place of finished ones, drafts are rejected; the longest prompt has three chunks
+    for changes in ({}, {"gamma": 0}, {"gamma": 5, "adaptive_gamma": True}, {"gamma": 6, "prefill_chunk": 1}):
+        config = DecodeConfig(**{"temperature": 0, "max_new_tokens": 14, "batch_size": 2, "prefill_chunk": 6} | changes)
+        result = generate(model, config, prompts=tiny.prompts(*lengths))
+        assert [sequence.tokens for sequence in result.sequences] == expected, changes
+
+
+def test_adaptive_gamma_changes_how_much_is_drafted_and_no_text(model, greedy):
+    gammas = {}
+    for cost in (0.0, 0.2, 5.0):
+        config = DecodeConfig(
+            gamma=5, adaptive_gamma=True, draft_cost=cost, temperature=0, max_new_tokens=20, batch_size=3
+        )
+        result = generate(model, config)
+        assert [sequence.tokens for sequence in result.sequences] == greedy
+        gammas[cost] = result.mean_gamma
+    assert gammas[0.0] == 5 > gammas[0.2] > gammas[5.0] >= 1
 
 
 @pytest.mark.parametrize("gamma", [0, 3])
@@ -173,6 +201,8 @@ def test_the_last_positions_of_the_model_can_be_used(model):
         ({"temperature": -0.5}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_p": 0}, r"top_p must lie in \(0, 1\], got 0"),
+        ({"adaptive_gamma": True, "gamma": 0}, "adaptive_gamma chooses from 1 to gamma drafts"),
+        ({"draft_cost": -1}, "draft_cost must be a number of at least 0"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
@@ -186,7 +216,7 @@ def test_vocabulary_larger_than_the_model_is_refused(model):
 
 
 def test_standard_error_takes_sequences_as_units():
-    counts = torch.zeros(4, 1, 4, dtype=torch.float64)
+    counts = torch.zeros(4, 1, 5, dtype=torch.float64)
     counts[:, 0, 0], counts[:, 0, 1] = 10, torch.tensor([10.0, 10.0, 0.0, 0.0])
     result = GenerationResult(sequences=[], counts=counts, seconds=1.0, prefill_seconds=0.0)
     # four independent values 1, 1, 0, 0 of a mean, not forty

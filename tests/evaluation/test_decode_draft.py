@@ -39,7 +39,13 @@ def seen(monkeypatch):
     return iterations
 
 
-MODELS = {"rope": {}, "learned-positions": {"position": "learned_absolute"}, "tied": {"tied": True}}
+MODELS = {
+    "rope": {},
+    "learned-positions": {"position": "learned_absolute"},
+    "tied": {"tied": True},
+    "hybrid": tiny.DELTA_NETS["hybrid"],
+    "gpt-variant": tiny.DELTA_NETS["gpt-variant"],
+}
 
 
 @pytest.mark.parametrize(

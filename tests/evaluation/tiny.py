@@ -16,8 +16,10 @@ VOCAB, POSITIONS = 32, 96
 
 
 @contextmanager
-def megatron_world(rank: int = 0, world: int = 1, store: str | None = None) -> Iterator[None]:
-    """Megatron on the CPU with every rank in one tensor-parallel group, taken down again at the end."""
+def megatron_world(
+    rank: int = 0, world: int = 1, store: str | None = None, tensor_parallel: int | None = None
+) -> Iterator[None]:
+    """Megatron on the CPU, every `tensor_parallel` ranks (default: all) one copy; taken down again at the end."""
     from bebop_megatron.platform import enter, leave
 
     threads = torch.get_num_threads()
@@ -36,7 +38,7 @@ def megatron_world(rank: int = 0, world: int = 1, store: str | None = None) -> I
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store or folder}/store", rank=rank, world_size=world
         )
-        parallel_state.initialize_model_parallel(world)
+        parallel_state.initialize_model_parallel(tensor_parallel or world)
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(1)
         try:
@@ -50,9 +52,56 @@ def megatron_world(rank: int = 0, world: int = 1, store: str | None = None) -> I
             torch.set_num_threads(threads)
 
 
-def _weights(model: torch.nn.Module, seed: int, sharpness: float) -> None:
+DELTA_NET = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+}
+# Qwen3-Next and Qwen3.5: three delta nets to an attention layer, in either of Megatron's classes
+DELTA_NETS: dict[str, dict[str, Any]] = {
+    "hybrid": DELTA_NET | {"pattern": "G-G-*-/*-/*-/*-", "num_layers": 6},
+    "hybrid-experts": DELTA_NET
+    | {
+        "pattern": "GEGE*E/*E/*E/*E",
+        "num_layers": 6,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_shared_expert_gate": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+    },
+    "gpt-variant": DELTA_NET
+    | {
+        "num_layers": 4,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 4,
+        "fused_norms": True,
+    },
+}
+
+
+def _sections(name: str, size: int, config: Any) -> list[int]:
+    """Blocks along the sharded dimension that are cut on their own: gate and up, or the inputs of a delta net."""
+    if "linear_fc1" in name:
+        return [size // 2] * 2
+    keys = (config.linear_key_head_dim or 0) * (config.linear_num_key_heads or 0)
+    values = (config.linear_value_head_dim or 0) * (config.linear_num_value_heads or 0)
+    if "conv1d" in name:
+        return [keys, keys, values]
+    if "self_attention.in_proj.weight" in name:
+        return [keys, keys, values, values, config.linear_num_value_heads, config.linear_num_value_heads]
+    return [size]
+
+
+def _weights(model: Any, seed: int, sharpness: float) -> None:
     """Full-size random weights, cut to this rank's share, so that every tensor-parallel size starts equal."""
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world, rank = model.pg_collection.tp.size(), model.pg_collection.tp.rank()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         shape = list(parameter.shape)
@@ -61,12 +110,13 @@ def _weights(model: torch.nn.Module, seed: int, sharpness: float) -> None:
             shape[parameter.partition_dim] *= world
         value = torch.randn(shape, generator=generator)
         if "norm" in name:
-            value = 1 + 0.2 * value
+            value = 0.2 * value + (0 if model.config.layernorm_zero_centered_gamma else 1)
         else:
             value = value * (sharpness if "output_layer" in name or "embedding" in name else 0.2)
         if sharded:
-            halves = value.chunk(2, 0) if "linear_fc1" in name else [value]
-            value = torch.cat([half.chunk(world, parameter.partition_dim)[rank] for half in halves])
+            at = parameter.partition_dim
+            blocks = value.split(_sections(name, shape[at], model.config), at)
+            value = torch.cat([block.chunk(world, at)[rank] for block in blocks], at)
         parameter.data.copy_(value)
 
 
@@ -77,12 +127,20 @@ def build(
     tied: bool = False,
     latent: bool = False,
     fused_norms: bool = False,
+    pattern: str | None = None,
     sharpness: float = 0.4,
     seed: int = 0,
     **overrides: Any,
 ) -> Any:
-    """A two-layer model with one MTP layer for three depths; random weights, peaked distributions."""
+    """A two-layer model with one MTP layer for three depths; random weights, peaked distributions.
+
+    With `pattern` a HybridModel of these layers.
+    """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_transformer_block_with_experimental_attention_variant_spec,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
@@ -97,7 +155,7 @@ def build(
         "num_query_groups": None if latent else 2,
         "ffn_hidden_size": 48,
         "use_cpu_initialization": True,
-        "tensor_model_parallel_size": torch.distributed.get_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "mtp_num_layers": 3,
         "mtp_use_repeated_layer": True,
         "pipeline_dtype": torch.float32,
@@ -112,6 +170,19 @@ def build(
         "gradient_accumulation_fusion": False,
     }
     config = (MLATransformerConfig if latent else TransformerConfig)(**(settings | overrides))
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "max_sequence_length": POSITIONS,
+        "position_embedding_type": position,
+        "share_embeddings_and_output_weights": tied,
+    }
+    if pattern:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        model: Any = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
+        _weights(model, seed, sharpness)
+        return model
     kinds = {
         "num_experts": config.num_moe_experts,
         "qk_layernorm": not latent,
@@ -121,16 +192,11 @@ def build(
         spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
     else:
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+    decoder: Any = spec
+    if config.experimental_attention_variant is not None:
+        decoder = get_transformer_block_with_experimental_attention_variant_spec(config)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused_norms) if config.mtp_num_layers else None
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=vocab_size,
-        max_sequence_length=POSITIONS,
-        position_embedding_type=position,
-        share_embeddings_and_output_weights=tied,
-        mtp_block_spec=mtp,
-    )
+    model = GPTModel(config, decoder, mtp_block_spec=mtp, **common)
     _weights(model, seed, sharpness)
     return model
 

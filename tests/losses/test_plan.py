@@ -25,32 +25,34 @@ def test_every_valid_entry_meets_its_row_once(k, n, m, limit):
         plan = make_plan(rows, valid, limit, extra)
         seen, projected = [], []
         for chunk in plan.chunks:
-            entries, targets = plan.order[chunk.entries], plan.needed[chunk.targets]
-            assert max(len(entries), len(targets)) <= limit
-            place = plan.place[chunk.entries] - chunk.targets.start
-            assert torch.equal(targets[place], rows.flatten()[entries])
-            seen += entries.tolist()
+            targets = plan.needed[chunk.targets]
+            assert len(targets) <= limit
             projected += targets.tolist()
+            for part in chunk.drafts:
+                entries = plan.order[part]
+                assert 0 < len(entries) <= limit
+                assert torch.equal(targets[plan.place[part] - chunk.targets.start], rows.flatten()[entries])
+                seen += entries.tolist()
         assert sorted(seen) == valid.flatten().nonzero()[:, 0].tolist()
         wanted = set(rows[valid].tolist()) | set([] if extra is None else extra.tolist())
-        assert set(projected) == wanted
-        if limit > k * n:
-            assert len(projected) == len(wanted)
+        assert sorted(wanted) == projected
 
 
-def test_a_target_row_is_projected_once_where_anchors_follow_each_other():
-    k, n = 3, 50
-    rows = torch.arange(n) + torch.arange(1, k + 1)[:, None]
-    for limit in (5, 9, 40, 1000):
-        plan = make_plan(rows, torch.ones(k, n, dtype=torch.bool), limit)
-        projected = [row for chunk in plan.chunks for row in plan.needed[chunk.targets].tolist()]
-        assert projected == list(range(1, n + k))
+def test_parts_are_as_large_whatever_the_depth():
+    for k in (1, 3, 7):
+        rows = torch.arange(50) + torch.arange(1, k + 1)[:, None]
+        plan = make_plan(rows, torch.ones(k, 50, dtype=torch.bool), 20)
+        assert [chunk.targets.stop - chunk.targets.start for chunk in plan.chunks][:2] == [20, 20]
+        parts = [part for chunk in plan.chunks for part in chunk.drafts]
+        assert max(part.stop - part.start for part in parts) == 20
+        # besides the first and the last target rows, which fewer depths meet, every part is full
+        assert [part.stop - part.start for part in plan.chunks[1].drafts] == [20] * k
 
 
 @pytest.mark.parametrize("limit", [1, 4, 100])
 def test_without_a_target_entries_keep_their_order(limit):
     _, valid = tables(3, 20, 1, seed=0)
     plan = plan_without_target(valid, limit)
-    parts = [plan.order[chunk.entries].tolist() for chunk in plan.chunks]
+    parts = [plan.order[part].tolist() for chunk in plan.chunks for part in chunk.drafts]
     assert [entry for part in parts for entry in part] == valid.flatten().nonzero()[:, 0].tolist()
     assert max(map(len, parts)) <= limit

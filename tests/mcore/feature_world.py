@@ -53,6 +53,8 @@ class Case:
     saved_as: Case | None = None
     mode: str = "train"
     packed: bool = False
+    # --mtp-attention; None: Megatron's own layers
+    attention: str | None = None
     frozen: bool = False
     nudge: float = 0.0
 
@@ -277,11 +279,14 @@ def build(case: Case) -> list[Any]:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 
+    from bebop_megatron.mcore.mtp_attention import set_mtp_attention
     from bebop_megatron.pretrain import embedding_ranks
 
     config, extra = make_config(case)
     # before the model is built: Megatron then gives MTP weights a clipping norm of their own
     _objective(case, config)
+    if case.attention is not None:
+        set_mtp_attention(config, case.attention)
     tied = bool(extra["tied"])
     _join_groups(case, tuple(embedding_ranks(config, list(range(case.pp)), tied)))
     initialize_rng_tracker(force_reset=True)

@@ -76,6 +76,10 @@ FOUR = {
     "tp2-ep2-hybrid-moe": Case(kind="hybrid-moe", tp=2, ep=2),
     "pp2-ep2-hybrid-moe": Case(kind="hybrid-moe", pp=2, ep=2, stages=_EXPERTS),
     "pp2-vpp2-ep2-moe": Case(kind="moe", pp=2, vpp=2, ep=2),
+    "pp2-vpp2-chain": Case(pp=2, vpp=2, attention="chain"),
+    "separate-stage-chain": Case(pp=4, stages="Ett|tt|mm|L", attention="chain"),
+    "tp2-ep2-moe-chain": Case(kind="moe", tp=2, ep=2, attention="chain"),
+    "pp2-hybrid-chain": Case(kind="hybrid", pp=2, stages=_HYBRID, attention="chain"),
 }
 # saved under one layout, loaded under another
 RESHARDED = {
@@ -96,6 +100,7 @@ RESHARDED = {
 REFERENCES = (
     {f"one/{kind}/0": Case(kind=kind) for kind in MODELS}
     | {f"one/{kind}/2": Case(kind=kind, steps=2) for kind in ("dense", "tied", "moe", "hybrid")}
+    | {f"one/{kind}/0/chain": Case(kind=kind, attention="chain") for kind in ("dense", "moe", "hybrid")}
     | {f"no-mtp/{kind}/0": Case(kind=kind, overrides={"mtp_loss_scaling_factor": 0.0}) for kind in MODELS}
 )
 MODES = {
@@ -128,7 +133,7 @@ def _parts(tensors: dict) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_acceptance_and_mtp_gradients_equal_the_single_process(results, name):
     case, result = LAYOUTS[name], results[name]
-    expected = results[f"one/{case.kind}/{case.steps}"]
+    expected = results["/".join(["one", case.kind, str(case.steps), *filter(None, [case.attention])])]
     assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     torch.testing.assert_close(result["alpha"], expected["alpha"], rtol=1e-5, atol=1e-5)
     if case.optimizer.get("use_distributed_optimizer"):

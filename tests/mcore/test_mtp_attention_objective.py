@@ -37,6 +37,11 @@ TWO = {
     "packed-cp2": Layout(attention="chain", cp=2, data="packed"),
     "padded-cp2-recompute": Layout(attention="chain", cp=2, data="padded", overrides=FULL),
 }
+FOUR = {
+    "plain-tp2-sp-cp2": Layout(attention="chain", tp=2, cp=2, overrides=SP),
+    "packed-pp2-cp2": Layout(attention="chain", pp=2, cp=2, data="packed"),
+    "padded-tp2-sp-cp2": Layout(attention="chain", tp=2, cp=2, data="padded", overrides=SP),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def expected():
     return run([(name, layout, TV) for name, layout in REFERENCES.items()])
 
 
-@pytest.mark.parametrize("layouts", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("layouts", [ONE, TWO, FOUR], ids=["one", "two", "four"])
 def test_loss_and_gradients_equal_the_single_process(expected, layouts):
     for name, result in run([(name, layout, TV) for name, layout in layouts.items()]).items():
         single = expected[name.split("-")[0]]
