@@ -257,7 +257,7 @@ def run_script(tree, script, *flags, processes=1, model=tuple(MODEL)):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [script, *model, *RUN, "--mock-data", *flags]
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @needs_upstream

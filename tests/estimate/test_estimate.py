@@ -76,7 +76,7 @@ def measured_peak(k, n, h, v, kind, joint):
         (3, 512, 64, 4096, "reverse-kl", False),
         (3, 256, 256, 4096, "tv", True),
         # the gradients, not a chunk, are what is large
-        (5, 2048, 512, 512, "kl", False),
+        (5, 1024, 512, 512, "kl", False),
     ],
 )
 def test_peak_of_the_objective_within_a_quarter(k, n, h, v, kind, joint, monkeypatch):
