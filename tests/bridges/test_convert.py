@@ -126,7 +126,7 @@ def test_a_file_that_was_cut_short_is_refused(folders, tmp_path):
     shutil.copytree(folders / "qwen3", tmp_path / "hf")
     with (tmp_path / "hf" / "model.safetensors").open("r+b") as file:
         file.truncate(50_000)
-    with pytest.raises(ValueError, match="was it cut short"):
+    with pytest.raises(ValueError, match="cut short"):
         import_checkpoint(tmp_path / "hf", tmp_path / "mcore", note=quiet)
 
 
