@@ -128,6 +128,10 @@ def import_checkpoint(
     reader.close()
     note(f"{hf} -> {output}: {sizes.family.name}, {sizes.layers} layers, {layers} MTP layer(s), {kind} model")
     note(f"Megatron arguments (also in {Path(output) / FLAGS_FILE}):\n{shlex.join(flags)}")
+    # Megatron pads the tokenizer's size, not the model's
+    note(
+        f"and under tensor parallel size T, --make-vocab-size-divisible-by {sizes.vocab:,}/T, for {sizes.vocab:,} rows"
+    )
 
 
 def _each(reader: FolderReader, row: Row) -> Iterable[tuple[Place, Tensor]]:
