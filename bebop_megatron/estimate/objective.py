@@ -54,15 +54,14 @@ class Problem:
 
 
 def chunk_bytes(problem: Problem, options: Options) -> int:
-    """Most that one chunk holds: as many drafts as the budget allows, and the targets that they meet."""
+    """Most that one chunk holds: as many drafts and as many targets as half the budget allows each."""
     per_logit = problem.bytes_per_logit(options)
     if options.copies_target:
         per_logit += torch.promote_types(problem.dtype, torch.float32).itemsize
     per_row = max(problem.columns * per_logit, 1)
     limit = max(_MIN_ROWS, _CHUNK_BYTES[problem.device] // (2 * per_row))
     drafts = min(limit, problem.depths * problem.tokens)
-    # inside a sequence each target row meets one draft of every depth
-    targets = min(-(-drafts // problem.depths) + problem.depths, problem.tokens, limit)
+    targets = min(limit, problem.tokens)
     hidden = drafts * problem.hidden * problem.dtype.itemsize
     # a CPU takes statistics in blocks that fit into its caches
     blocks = 5 * 4 * rows._BLOCK * torch.get_num_threads() if problem.device == "cpu" else 0

@@ -66,7 +66,7 @@ def _build(case: Case, args: Any) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     from bebop_megatron.mcore.spec import use_mtp_attention
-    from bebop_megatron.pretrain import _embedding_ranks
+    from bebop_megatron.pretrain import embedding_ranks
     from tests.mcore.groups import join_groups
 
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
@@ -77,7 +77,7 @@ def _build(case: Case, args: Any) -> Any:
         case.tp,
         case.pp,
         expert_tensor_parallel_size=1,
-        embedding_ranks=lambda ranks: _embedding_ranks(config.transformer, ranks, tied),
+        embedding_ranks=lambda ranks: embedding_ranks(config.transformer, ranks, tied),
     )
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
