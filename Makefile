@@ -24,7 +24,7 @@ demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten m
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart_cpu.sh
 
 test: $(READY) ## Run the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY) ## Run the tests that need neither several processes nor half a minute
 	$(BIN)/python -m pytest -m "not dist and not slow"
