@@ -1,8 +1,8 @@
 """Published architectures by name, as Megatron flags: for an estimate without a launch script.
 
-Sizes are as public launch scripts and model cards state them; hold them against the `config.json` of the model that you
-have. The vocabulary is the number of rows of the embedding. These are GPT models with linear attention, not `--hybrid-layer-pattern`: they
-have the parameter names that Megatron Bridge reads and writes.
+Sizes are as public launch scripts and model cards state them; hold them against the `config.json` of the model that
+you have. The vocabulary is the number of rows of the embedding. These are GPT models with linear attention, not
+`--hybrid-layer-pattern`: they have the parameter names that Megatron Bridge reads and writes.
 """
 
 from __future__ import annotations
