@@ -9,6 +9,7 @@ from bebop_megatron.losses import OBJECTIVES
 from bebop_megatron.losses.backend import BACKENDS
 from bebop_megatron.losses.options import Options
 from bebop_megatron.losses.prefix import HORIZONS
+from bebop_megatron.losses.registry import shares
 
 
 def flag(name: str, help: str, default: Any = None, **metadata: Any) -> Any:
@@ -111,6 +112,15 @@ class ObjectiveConfig:
     def keywords(self, iteration: int) -> dict[str, Any]:
         """What `fused_linear_objective` is told, in the step that follows `iteration` completed ones."""
         return {"kind": self.loss, "mix": self._mix(iteration), **self._settings()}
+
+    def final_keywords(self) -> dict[str, Any]:
+        """The same once a warm-up is over: validation curves are of one loss throughout."""
+        return {"kind": self.loss, "mix": None, **self._settings()}
+
+    def needs_target(self, iteration: int) -> bool:
+        """Whether the loss itself compares with the target in the step that follows `iteration` completed ones."""
+        assert self.loss is not None
+        return any(OBJECTIVES[kind].needs_target for kind in shares(self.loss, self._mix(iteration)))
 
     def _mix(self, iteration: int) -> tuple[str, float] | None:
         if self.warmup is None:
@@ -226,3 +236,57 @@ class FreezeConfig:
     def by_parts(self) -> bool:
         """Whether backbone and MTP head need an optimizer that treats them apart."""
         return self != FreezeConfig()
+
+
+METRICS = ("off", "summary", "full")
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is measured of the MTP head on training and validation batches, and what becomes of it.
+
+    Raises:
+        ValueError: an unknown level, the best head wanted without measuring, an early phase of no length.
+    """
+
+    level: str = flag(
+        "--mtp-metrics",
+        "What is logged of the MTP head besides its loss, on training and validation data: `off`; `summary`: accept "
+        "lengths, entropies and the slope of acceptance over entropy; `full`: each depth and prefix under each rule "
+        "and the binned curve as well. Measured from what the loss knows; for ce it costs one LM-head product more.",
+        "summary",
+        type=str,
+        choices=METRICS,
+    )
+    keep_best: bool = flag(
+        "--mtp-keep-best",
+        "Keep the checkpoint with the largest accept length on validation data (rejection rule) in the folder best "
+        "below --save, beside the others. Needs --mtp-loss, --save and validation data.",
+        False,
+        action="store_true",
+    )
+    entropy_baseline: int = flag(
+        "--mtp-entropy-baseline",
+        "Log intervals of the early phase: later changes of acceptance are split into what the line of acceptance over "
+        "entropy, fitted on this phase, explains, and the rest.",
+        10,
+        type=int,
+    )
+
+    def __post_init__(self) -> None:
+        if self.level not in METRICS:
+            raise ValueError(f"--mtp-metrics must be one of {', '.join(METRICS)}, got {self.level!r}")
+        if self.keep_best and self.level == "off":
+            raise ValueError("--mtp-keep-best needs the accept length: drop --mtp-metrics off")
+        if self.entropy_baseline < 1:
+            raise ValueError(f"--mtp-entropy-baseline must be positive, got {self.entropy_baseline}")
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything beyond the loss is measured."""
+        return self.level != "off"
+
+    @property
+    def full(self) -> bool:
+        """Whether each depth is logged on its own."""
+        return self.level == "full"

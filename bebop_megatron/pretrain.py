@@ -71,12 +71,13 @@ def prepare(args: Any, config: Any) -> None:
     """
     from megatron.training import get_tokenizer
 
-    from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
+    from bebop_megatron.config import AttentionConfig, FreezeConfig, MetricsConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
     from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
+    from bebop_megatron.mcore.metrics_start import start_metrics
     from bebop_megatron.mcore.refusals import check_arguments
     from bebop_megatron.mcore.spec import use_mtp_attention
     from bebop_megatron.mcore.training_loop import install_training_loop
@@ -84,10 +85,12 @@ def prepare(args: Any, config: Any) -> None:
 
     objective = config_from_args(ObjectiveConfig, args)
     freezing = config_from_args(FreezeConfig, args)
-    install_training_loop(objective)
+    metrics = config_from_args(MetricsConfig, args)
     check_arguments(args, config.transformer, _starting_checkpoint(args))
-    attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size)
+    attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size, metrics=metrics)
     attention = config_from_args(AttentionConfig, args).mode
+    keep_best = start_metrics(config.transformer, args, attention)
+    install_training_loop(objective, metrics, keep_best)
     if attention is not None or objective.loss is not None:
         use_mtp_attention(config, attention)
     schedule = FreezeSchedule.parse(freezing.schedule or "none")

@@ -48,9 +48,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Training:
-    """A model with or without MTP layers, trained one micro-batch at a step."""
+    """A model with or without MTP layers, trained one micro-batch at a step, in changing phases if `frozen`."""
 
-    def __init__(self, args: argparse.Namespace, depths: int | None) -> None:
+    def __init__(self, args: argparse.Namespace, depths: int | None, frozen: bool = True) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -88,16 +88,17 @@ class Training:
         if torch.cuda.is_available():
             self.model.cuda()
         options = FreezeConfig(schedule=SCHEDULE)
-        if depths:
+        phases = bool(depths) and frozen
+        if phases:
             install_freezing(options)
             prepare_chunks([self.model], follow_schedule(config, FreezeSchedule.parse(SCHEDULE)))
         config.finalize_model_grads_func = finalize_model_grads
         inner = Float16Module(config, self.model) if args.bf16 else self.model
         self.wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
         adam = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.1, bf16=args.bf16)
-        overrides = part_overrides(adam, None, options) if depths else None
+        overrides = part_overrides(adam, None, options) if phases else None
         self.optimizer = get_megatron_optimizer(adam, [self.wrapped], config_overrides=overrides)
-        self.controller = FreezeController([self.wrapped], self.optimizer, options) if depths else None
+        self.controller = FreezeController([self.wrapped], self.optimizer, options) if phases else None
         tokens = torch.randint(0, args.vocab, (args.batch, args.sequence + 1), device=torch.cuda.current_device())
         self.batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from bebop_megatron.metrics import AcceptanceMeter
+from bebop_megatron.metrics import CURVES, AcceptanceMeter
 
 K, N = 3, 40
 RULE_FIELDS = {
@@ -92,9 +93,34 @@ def test_the_default_names_are_few_and_flat():
         "mtp alpha/2",
         "mtp alpha/3",
         "mtp draft entropy",
+        "mtp entropy r/rejection",
+        "mtp entropy r/target-only",
+        "mtp entropy slope/rejection",
+        "mtp entropy slope/target-only",
         "mtp kl",
         "mtp target entropy",
+        "mtp_1_acceptance_rate",
+        "mtp_2_acceptance_rate",
+        "mtp_3_acceptance_rate",
     ]
+
+
+def test_acceptance_over_entropy_is_that_of_all_valid_rows():
+    batches = [(make_stats(seed, n), chains(n, seed)) for seed, n in ((0, N), (1, 7))]
+    meter = AcceptanceMeter(K)
+    for stats, valid in batches:
+        meter.update(stats, valid)
+    out = meter.compute(per_depth=True)
+    entropy = torch.cat([stats.target_entropy[valid] for stats, valid in batches]).double()
+    for rule in CURVES:
+        accepted = torch.cat([getattr(stats, RULE_FIELDS[rule])[valid] for stats, valid in batches]).double()
+        slope, r = numpy.polyfit(entropy, accepted, 1)[0], numpy.corrcoef(entropy, accepted)[0, 1]
+        assert out[f"mtp entropy slope/{rule}"] == pytest.approx(slope)
+        assert out[f"mtp entropy r/{rule}"] == pytest.approx(r)
+        inside = accepted[(entropy >= 1) & (entropy < 1.5)]
+        assert out[f"mtp entropy bin/{rule}/1-1.5"] == pytest.approx(float(inside.mean()))
+    single, _ = by_hand(batches, "greedy_label")
+    assert [out[f"mtp_{depth}_acceptance_rate"] for depth in (1, 2, 3)] == pytest.approx([100 * a for a in single])
 
 
 def test_states_of_ranks_add_up_to_the_whole():
@@ -146,7 +172,7 @@ def test_what_nothing_was_counted_for_is_left_out():
     out = meter.compute(per_depth=True)
     assert {"mtp alpha/1", "mtp alpha/2", "mtp accept-prefix/rejection/2", "mtp target entropy"} <= set(out)
     # without its last step the length would look shorter than it is
-    absent = ("/3", "length", "label", "kl")
+    absent = ("/3", "_3", "length", "label", "kl")
     assert not [name for name in out if any(part in name for part in absent)]
 
 
@@ -181,10 +207,14 @@ def test_a_state_handed_out_does_not_change_later():
 def test_float32_sums_do_not_saturate():
     """2^24 ones cannot be told from 2^24 + 1 in float32."""
     meter = AcceptanceMeter(1)
-    meter._sums = torch.full_like(meter.state(), 2.0**24)
     one = torch.ones(1, 1)
     meter.update(Stats(one, one, one > 0, one > 0, one, one, one), torch.ones(1, 1, dtype=torch.bool))
-    assert (meter.state() == 2**24 + 1).all()
+    once = meter.state()
+    meter._sums = meter._sums * 2**24
+    for curve in meter._curves:
+        curve._sums = curve.state() * 2**24
+    meter.update(Stats(one, one, one > 0, one > 0, one, one, one), torch.ones(1, 1, dtype=torch.bool))
+    assert torch.equal(meter.state(), once * (2**24 + 1))
 
 
 def test_another_number_of_depths_is_refused():

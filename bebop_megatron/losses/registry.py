@@ -145,3 +145,9 @@ def weighted_terms(
         total = total + value.sum()
         weights.append(weight)
     return total, weights
+
+
+def loss_by_depth(kind: str, stats: RowStats, entries: Tensor) -> Tensor:
+    """An objective summed over the counted entries of each depth: [k, n] -> [k] float64, divided by nothing."""
+    value, _ = OBJECTIVES[kind].terms(stats, entries, stats.alpha.new_ones(len(entries), 1))
+    return value.double().sum(1)

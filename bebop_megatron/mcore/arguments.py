@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 from typing import Any
 
-from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
+from bebop_megatron.config import AttentionConfig, FreezeConfig, MetricsConfig, ObjectiveConfig
 from bebop_megatron.losses import OBJECTIVES
 
-_CONFIGS = (ObjectiveConfig, AttentionConfig, FreezeConfig)
+_CONFIGS = (ObjectiveConfig, AttentionConfig, FreezeConfig, MetricsConfig)
 
 
 def _destination(config: type, field: dataclasses.Field[Any]) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bebop_megatron.alignment import LAYOUTS
-from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.config import MetricsConfig, ObjectiveConfig
+from bebop_megatron.mcore.early_phase import EarlyPhase
 from bebop_megatron.mcore.refusals import check_config
+from bebop_megatron.mcore.validation_sums import ValidationSums
 from bebop_megatron.metrics import AcceptanceMeter
 from bebop_megatron.reduction import StepCounts
 
@@ -25,7 +27,7 @@ class Attachment:
     """An objective in use: its settings, the true vocabulary, the counts of the running step, its metrics.
 
     `iteration`: completed steps, where a training loop tells. `loss_sums` [2] float64: the objective summed over what
-    has been seen since the last log, and the steps in it.
+    has been seen since the last log, and the steps in it. `validation`: sums of the validation pass that is running.
     """
 
     objective: ObjectiveConfig
@@ -34,8 +36,13 @@ class Attachment:
     counts: StepCounts | None = None
     loss_sums: Tensor | None = None
     iteration: int | None = None
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    validation: ValidationSums | None = None
+    # --mtp-attention, where it was said
+    attention: str | None = None
 
     def __post_init__(self) -> None:
+        self.early = EarlyPhase(self.metrics.entropy_baseline)
         # a freeze schedule may name another loss for a phase, and then comes back to this one
         self.default_loss = self.objective.loss
 
@@ -52,13 +59,29 @@ class Attachment:
             )
         return self.iteration or 0
 
+    def conditions(self) -> dict[str, Any]:
+        """What acceptance depends on besides the weights: numbers under other conditions are not comparable."""
+        keywords = self.objective.final_keywords()
+        names = ("draft_temperature", "target_temperature", "target_top_p", "target_top_k", "truncate_top_k")
+        return {
+            "depths": self.meter.num_depths,
+            "attention": self.attention,
+            **{name: keywords[name] for name in names},
+        }
+
     def add_loss(self, loss: Tensor, share: float) -> None:
         """Add one micro-batch: its part of a step's mean loss, and the share of the step that it is."""
         new = torch.stack([loss.detach().double(), torch.full_like(loss, share, dtype=torch.float64)])
         self.loss_sums = new if self.loss_sums is None else self.loss_sums + new
 
 
-def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = None, cp_layout: str = "zigzag") -> None:
+def attach(
+    config: Any,
+    objective: ObjectiveConfig,
+    vocab_size: int | None = None,
+    cp_layout: str = "zigzag",
+    metrics: MetricsConfig | None = None,
+) -> None:
     """Make `config`'s model train its MTP head on `objective` once `install()` has run.
 
     `vocab_size` is the true size: columns of the LM head beyond it are padding. Heads are detached from the backbone
@@ -86,7 +109,7 @@ def attach(config: Any, objective: ObjectiveConfig, vocab_size: int | None = Non
     config.mtp_detach_heads = not objective.joint
     config.bebop_cp_layout = cp_layout
     meter = AcceptanceMeter(config.mtp_num_layers)
-    attachment = Attachment(objective, vocab_size, meter)
+    attachment = Attachment(objective, vocab_size, meter, metrics=metrics or MetricsConfig())
     setattr(config, _ATTRIBUTE, attachment)
     _in_use.add(attachment)
 

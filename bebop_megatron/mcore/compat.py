@@ -168,6 +168,15 @@ class SavedLayout:
     padded_vocab: int | None = None
 
 
+def saved_arguments(folder: Path) -> Any:
+    """Megatron's arguments in the checkpoint in `folder` (an iteration's); None where it has none."""
+    if not (folder / ".metadata").is_file():
+        return None
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+
+
 def checkpoint_layout(folder: Path) -> SavedLayout | None:
     """Read how the checkpoint in `folder` (an iteration's) was cut; None where it does not say."""
     from megatron.core import dist_checkpointing
@@ -223,6 +232,20 @@ LOOP_SEAMS = (
         "num_floating_point_operations",
         ("args", "batch_size", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
     ),
+)
+VALIDATION_SEAMS = (
+    Seam("megatron.training.training", "evaluate", ("forward_step_func", "data_iterator", "model")),
+    Seam(
+        "megatron.training.training",
+        "evaluate_and_print_results",
+        ("prefix", "forward_step_func", "data_iterator", "model", "iteration", "write_to_tensorboard"),
+    ),
+    Seam("megatron.training.training", "print_rank_last", ("message",)),
+)
+_SAVED = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")
+BEST_SEAMS = (
+    Seam("megatron.training.training", "checkpoint_and_decide_exit", (*_SAVED, "checkpointing_context")),
+    Seam("megatron.training.training", "save_checkpoint_and_time", (*_SAVED, "train_data_iterator")),
 )
 
 

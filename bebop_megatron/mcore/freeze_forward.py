@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+from bebop_megatron.mcore.attachment import attached
 from bebop_megatron.mcore.freeze_state import FreezeState
 from bebop_megatron.schedule.freezing import part_of
 
@@ -80,7 +81,10 @@ def _guard(model: Any, state: FreezeState) -> None:
     has_mtp = model.mtp_process
 
     def before(module: Any, _: Any) -> None:
-        module.mtp_process = has_mtp and "mtp" not in state.frozen
+        # a validation pass measures the head also while it is frozen
+        attachment = None if module.training else attached(module.config)
+        measured = attachment is not None and attachment.validation is not None
+        module.mtp_process = has_mtp and (measured or "mtp" not in state.frozen)
 
     def after(module: Any, _: Any, output: Any) -> Any:
         module.mtp_process = has_mtp

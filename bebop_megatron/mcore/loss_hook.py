@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ def _frozen(config: Any, part: str) -> FreezeState | None:
 def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap Megatron's `process_mtp_loss`; models without our objective still call the original.
 
+    In evaluation mode the objective is measured while a validation pass runs (`measuring`), and skipped otherwise.
     Collectives: those of `fused_linear_objective` over the tensor-parallel group, and under sequence parallelism one
     all-gather of the backbone's hidden states. Under context parallelism, two all-gathers of
     the halo over its group, one of labels and masks and one of backbone hidden states, whatever the number of depths.
@@ -93,12 +95,15 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
                 scale_logits_fn=scale_logits_fn,
                 input_ids=input_ids,
             )
-        if _frozen(config, "mtp") is not None:
+        measured = None if is_training else attachment.validation
+        if _frozen(config, "mtp") is not None and measured is None:
             # no MTP layer has run, the hidden states are the backbone's alone
             return hidden_states
         depths = config.mtp_num_layers
         backbone, *drafts = torch.chunk(hidden_states, 1 + depths, dim=0)
-        if not is_training or (labels is None and input_ids is None):
+        if labels is None and (input_ids is None or measured is not None):
+            return backbone
+        if not is_training and measured is None:
             return backbone
         objective = attachment.objective
         assert objective.loss is not None
@@ -108,16 +113,17 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         weight = output_layer.weight if output_weight is None else output_weight
         # MuP scales logits by a constant
         logit_scale = 1.0 if scale_logits_fn is None else float(scale_logits_fn(torch.ones(())))
-        target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group)
-        draft = torch.stack([hidden.flatten(0, 1) for hidden in drafts])
-        counts, replicas = _counts(attachment, targets, cp_group)
         # while the backbone is frozen its own loss is only looked at, and shares the target's projection
-        alone = _frozen(config, "backbone")
-        joint = objective.joint and alone is None
-        out = fused_linear_objective(
+        alone = _frozen(config, "backbone") if measured is None else None
+        metrics = attachment.metrics.measures
+        target = None
+        if metrics or alone is not None or objective.needs_target(attachment.current_iteration()):
+            target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group).flatten(0, 1)
+        draft = torch.stack([hidden.flatten(0, 1) for hidden in drafts])
+        fused = functools.partial(
+            fused_linear_objective,
             draft,
-            target.flatten(0, 1),
-            weight if joint else weight.detach(),
+            target,
             target_rows=table.target_rows,
             valid=table.valid,
             labels=targets.labels,
@@ -126,12 +132,23 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             logit_scale=logit_scale,
             sequence_parallel=config.sequence_parallel,
             reduction="sum",
+        )
+        if measured is not None:
+            with torch.no_grad():
+                out = fused(weight.detach(), **objective.final_keywords())
+            measured.update(objective, out.stats, table.valid)
+            return backbone
+        counts, replicas = _counts(attachment, targets, cp_group)
+        joint = objective.joint and alone is None
+        out = fused(
+            weight if joint else weight.detach(),
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,
             row_labels=None if alone is None or labels is None else _row_labels(labels, loss_mask),
             **objective.keywords(attachment.current_iteration()),
         )
-        attachment.meter.update(out.stats, table.valid)
+        if metrics:
+            attachment.meter.update(out.stats, table.valid)
         attachment.add_loss(out.loss, 1 / (counts.num_microbatches * replicas))
         divisor = counts.megatron_divisor(config.calculate_per_token_loss, replicas)
         loss = config.mtp_loss_scaling_factor * divisor * out.loss

@@ -6,9 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.config import MetricsConfig, ObjectiveConfig
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.attachment import in_use
+from bebop_megatron.mcore.keep_best import KeepBest
+from bebop_megatron.mcore.logging import with_negative_values
+from bebop_megatron.mcore.validation import ValidationLoop
 from bebop_megatron.patching import Patcher
 
 _patcher = Patcher()
@@ -24,38 +27,61 @@ def _with_iteration(step: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
-def extra_products(objective: ObjectiveConfig, depths: int) -> int:
+def extra_products(objective: ObjectiveConfig, depths: int, metrics: MetricsConfig | None = None) -> int:
     """LM-head products (tokens x h x v) beyond the three of each depth's loss that Megatron counts.
 
-    The target is projected once more; a detached head has no gradient of the LM head's weight, a joint one projects its
-    drafts twice. While a loss warms up, the gradient of the other loss is projected too; that is not counted.
+    The target is projected once more, for `ce` only to measure; a detached head has no gradient of the LM head's
+    weight, a joint one projects its drafts twice. While a loss warms up, the gradient of the other loss is projected
+    too; that is not counted.
     """
-    return 1 + (depths if objective.joint else -depths)
+    target = objective.needs_target(0) or (metrics or MetricsConfig()).measures
+    return int(target) + (depths if objective.joint else -depths)
 
 
-def _with_head_work(objective: ObjectiveConfig, count: Callable[..., Any]) -> Callable[..., Any]:
+def _with_head_work(
+    objective: ObjectiveConfig, metrics: MetricsConfig, count: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(count)
     def num_floating_point_operations(args: Any, batch_size: int, **lengths: Any) -> Any:
         real = lengths.get("total_real_tokens_in_batch")
         tokens = batch_size * args.seq_length if real is None else real
         product = 2 * tokens * args.hidden_size * args.padded_vocab_size
-        return count(args, batch_size, **lengths) + product * extra_products(objective, args.mtp_num_layers)
+        return count(args, batch_size, **lengths) + product * extra_products(objective, args.mtp_num_layers, metrics)
 
     return num_floating_point_operations
 
 
-def install_training_loop(objective: ObjectiveConfig) -> None:
-    """Rebind Megatron's step and its count of floating-point operations. Calling it again does nothing.
+def _wrap(seam: compat.Seam, wrapper: Callable[[Any], Any]) -> None:
+    _patcher.set(seam.owner(), seam.name, wrapper(getattr(seam.owner(), seam.name)))
+
+
+def install_training_loop(
+    objective: ObjectiveConfig, metrics: MetricsConfig | None = None, keep_best: KeepBest | None = None
+) -> None:
+    """Rebind Megatron's step, its count of floating-point operations, its evaluation and its log line.
+
+    With `keep_best` also what follows each step. Calling it again does nothing.
 
     Raises:
         RuntimeError: this Megatron lacks a name that we rely on; nothing has been changed then.
     """
     if _patcher.active or objective.loss is None:
         return
-    compat.require(compat.LOOP_SEAMS)
+    measured = metrics or MetricsConfig()
+    compat.require((*compat.LOOP_SEAMS, *compat.VALIDATION_SEAMS, *compat.BEST_SEAMS))
     step, flops = compat.LOOP_SEAMS
-    _patcher.set(step.owner(), step.name, _with_iteration(getattr(step.owner(), step.name)))
-    _patcher.set(flops.owner(), flops.name, _with_head_work(objective, getattr(flops.owner(), flops.name)))
+    evaluate, evaluate_and_print, print_line = compat.VALIDATION_SEAMS
+    checkpoint_due, save = compat.BEST_SEAMS
+    loop = ValidationLoop(keep_best)
+    _wrap(step, _with_iteration)
+    _wrap(flops, lambda count: _with_head_work(objective, measured, count))
+    _wrap(evaluate, loop.evaluate)
+    _wrap(evaluate_and_print, loop.evaluate_and_print)
+    _wrap(print_line, with_negative_values)
+    _wrap(print_line, loop.print_line)
+    if keep_best is not None:
+        saver = getattr(save.owner(), save.name)
+        _wrap(checkpoint_due, lambda due: keep_best.checkpoint_due(due, saver))
 
 
 def uninstall_training_loop() -> None:

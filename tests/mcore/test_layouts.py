@@ -6,6 +6,8 @@ without targets, a missing or doubled tensor-parallel reduction, gradients that 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,8 +89,16 @@ CONTEXT_FOUR = {
 }
 
 
+# measured on a validation pass as well
+VALIDATED = ("tv", "ce")
+
+
 def cases(table, kinds):
-    return [(f"{name}/{kind}", layout, OBJECTIVES[kind]) for name, layout in table.items() for kind in kinds]
+    return [
+        (f"{name}/{kind}", replace(layout, validate=kind in VALIDATED), OBJECTIVES[kind])
+        for name, layout in table.items()
+        for kind in kinds
+    ]
 
 
 def reference(name):
@@ -120,6 +130,8 @@ def same_numbers(name, result, expected):
     for depth in range(1, DEPTHS + 1):
         alpha = f"mtp alpha/{depth}"
         assert result["metrics"][alpha] == pytest.approx(expected["metrics"][alpha], rel=1e-5), (name, depth)
+    if name.split("/")[1] in VALIDATED:
+        assert result["validation"] == pytest.approx(expected["validation"], rel=1e-4, abs=1e-6), name
     assert result["grads"].keys() == expected["grads"].keys(), name
     for key, grad in result["grads"].items():
         scale = expected["grads"][key].abs().max()
@@ -130,6 +142,18 @@ def same_numbers(name, result, expected):
 def test_loss_alpha_and_mtp_gradients_equal_the_single_process(single, world):
     for name, result in world.items():
         same_numbers(name, result, single[reference(name)])
+
+
+def test_validation_metrics_are_what_is_counted_by_hand(single):
+    for kind in VALIDATED:
+        found, expected = single[f"plain/{kind}"]["validation"], single[f"plain/{kind}"]["direct"]
+        for name, value in found.items():
+            if "bin" not in name:
+                assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (kind, name)
+        assert {f"mtp {kind} loss", "mtp accept-length/rejection", "mtp entropy slope/rejection"} <= found.keys()
+        # training on the same batch says the same: no weight has changed yet
+        for name, value in single[f"plain/{kind}"]["metrics"].items():
+            assert value == pytest.approx(found[name], rel=1e-4, abs=1e-6), (kind, name)
 
 
 def test_detached_heads_leave_backbone_embedding_and_lm_head_alone(single):

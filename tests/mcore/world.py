@@ -38,6 +38,8 @@ class Layout:
     # as a training loop of the user's own may bring it: `unreadable`, or `cut` over the ranks before it is read
     batches: str = "whole"
     evaluate: bool = False
+    # measure a validation pass behind the step; one process also counts it by hand
+    validate: bool = False
     fp16: bool = False
     positions: str = "rope"
     # --mtp-attention; None: Megatron's own layers
@@ -275,6 +277,40 @@ def step(layout: Layout, objective: Any) -> dict[str, Any]:
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         out["loss"] = float(sums[0] / sums[1])
         out["metrics"] = attachment.meter.compute(sums[2:])
+    if layout.validate:
+        out |= _validation(layout, config, wrapped)
+    return out
+
+
+def _validation(layout: Layout, config: Any, wrapped: Any) -> dict[str, Any]:
+    """Metrics of the same global batch in evaluation mode, over all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from bebop_megatron.mcore import attached, measuring
+    from bebop_megatron.mcore.logging import summed_over_ranks
+    from tests.mcore.direct import direct_metrics, recorded_batches
+
+    attachment = attached(config)
+    assert attachment is not None
+    before = attachment.meter.state().clone()
+    batches = micro_batches(layout, parallel_state.get_data_parallel_rank())
+    wrapped.eval()
+    with torch.no_grad(), recorded_batches() as seen, measuring(config) as sums:
+        get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(batches),
+            model=[wrapped],
+            num_microbatches=len(batches),
+            seq_length=LENGTH,
+            micro_batch_size=layout.micro_batch,
+            forward_only=True,
+        )
+    assert torch.equal(before, attachment.meter.state()), "validation data in the training metrics"
+    values = sums.compute(summed_over_ranks(sums.state()), str(attachment.objective.loss), per_depth=True)
+    out: dict[str, Any] = {"validation": values} if values else {}
+    if layout.world == 1 and layout.data == "plain":
+        out["direct"] = direct_metrics(seen, DEPTHS)
     return out
 
 
@@ -322,6 +358,7 @@ def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
         }
         for rank in ranks:
             merged["grads"].update({k: v for k, v in rank[name]["grads"].items() if k.startswith("mtp.")})
+            merged |= {key: rank[name][key] for key in ("validation", "direct") if key in rank[name]}
             if rank[name]["loss"] is not None:
                 merged |= {key: rank[name][key] for key in ("loss", "metrics")}
             for key, value in rank[name]["grads"].items():
