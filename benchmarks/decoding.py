@@ -131,8 +131,9 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
                     "tokens": [result.num_tokens for result in rounds],
                     "seconds": [result.seconds for result in rounds],
                     "accept_length": whole.accept_length,
-                    "accept_length_error": whole.accept_length_error,
-                    "accept_rate": whole.accept_rate,
+                    # without drafts there is nothing to accept
+                    "accept_length_error": whole.accept_length_error if name != "0" else None,
+                    "accept_rate": whole.accept_rate if name != "0" else None,
                     "mean_gamma": whole.mean_gamma,
                     "verifications": whole.num_verifications,
                 }
@@ -279,11 +280,9 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
         measured_in = environment() | {"load_before": round(os.getloadavg()[0], 2)}
         prepare(args.work, args)
-        setting = {
-            name: getattr(args, name) for name in ("layers", "hidden", "vocab", "batches", "temperature", "rule")
-        }
-        setting |= {"new_tokens": args.new_tokens, "prompts": args.prompts, "rounds": args.rounds}
-        setting |= {"steps": args.steps, "head_steps": args.head_steps, "data": "held-out standard library"}
+        names = ("layers", "hidden", "vocab", "batches", "temperature", "rule", "new_tokens", "rounds", "steps")
+        setting = {name: getattr(args, name) for name in (*names, "head_steps")}
+        setting["data"] = "held-out standard library"
         data = {"environment": measured_in, "setting": setting, "entries": measure(args.work, args)}
         folder = args.output or (args.work if args.quick else ROOT / "benchmarks")
         args.data = folder / "data" / f"decoding-{machine_name(measured_in)}-{measured_in['date']}.json"

@@ -115,7 +115,7 @@ class GenerationResult:
     @property
     def accept_length_error(self) -> float:
         """Standard error of `accept_length`; sequences are the independent units, not verifications."""
-        accepted, verifications = self.counts[:, :, ACCEPTED].sum(1), self.counts[:, 0, REACHED]
+        accepted, verifications = self.counts[:, :, ACCEPTED].sum(1), self.counts[:, :1, REACHED].sum(1)
         clusters, total = int((verifications > 0).sum()), float(verifications.sum())
         if clusters < 2:
             return float("nan")

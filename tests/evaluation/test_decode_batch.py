@@ -6,6 +6,7 @@ stop token inside accepted drafts that is overlooked, a batch that waits for its
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -222,3 +223,10 @@ def test_standard_error_takes_sequences_as_units():
     # four independent values 1, 1, 0, 0 of a mean, not forty
     assert result.accept_length == 1.5
     assert result.accept_length_error == pytest.approx((1 / 3) ** 0.5 / 2)
+
+
+def test_without_drafts_there_is_no_acceptance(model):
+    result = generate(model, DecodeConfig(gamma=0, max_new_tokens=2), prompts=tiny.prompts(3, 4))
+    assert (result.accept_length, result.num_verifications, result.mean_gamma) == (1, 0, 0)
+    assert math.isnan(result.accept_rate)
+    assert math.isnan(result.accept_length_error)
