@@ -11,7 +11,20 @@ import pytest
 import torch
 
 from bebop_megatron.mcore.checkpoints import checkpoint_keys, latest_iteration_dir
+from tests.forks import pretrain_all
 from tests.launch import log, pretrain, start
+
+FROZEN = {"adam": [], "distributed-optimizer": ["--use-distributed-optimizer"]}
+FROZEN_STAGE = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--train-iters", "3"]
+# what the error says -> the flags
+BAD = {
+    "choose one of ce, kl, lk, lk-hybrid, reverse-kl, tv, tv-step": ["--mtp-loss", "tvv"],
+    "no per-depth horizon": ["--mtp-loss", "tv", "--mtp-loss-horizon", "per-depth"],
+    "must be positive": ["--mtp-loss", "tv", "--mtp-loss-temperature", "0"],
+    "unknown part 'head'": ["--mtp-loss", "tv", "--mtp-freeze-schedule", "head"],
+    "the freeze schedule is empty": ["--mtp-loss", "tv", "--mtp-freeze-schedule", ""],
+    "drop one": ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--mtp-joint"],
+}
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
 
@@ -41,6 +54,30 @@ def base(tmp_path_factory):
     return root, log(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def runs(base, tmp_path_factory):
+    """Everything that one process does after that: name -> run, and the folder of what they saved."""
+    root, folder = base[0], tmp_path_factory.mktemp("runs")
+    # a run that was stopped after three steps
+    shutil.copytree(root / "iter_0000003", folder / "stopped" / "iter_0000003")
+    (folder / "stopped" / "latest_checkpointed_iteration.txt").write_text("3")
+    flags = {"resumed": ["--mtp-loss", "tv", "--train-iters", "6", "--load", str(folder / "stopped")]}
+    for name, extra in FROZEN.items():
+        saved = str(folder / name)
+        (folder / name).mkdir()
+        flags[name] = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--weight-decay", "0.1"]
+        flags[name] += ["--train-iters", "3", "--pretrained-checkpoint", str(root), "--load", saved, "--save", saved]
+        flags[name] += ["--save-interval", "3", *extra]
+    flags["frozen"] = [*FROZEN_STAGE, "--pretrained-checkpoint", str(root)]
+    flags["stock"] = ["--train-iters", "2", "--mtp-detach-heads"]
+    plain = ["--mtp-num-layers", "0", "--train-iters", "1"]
+    flags["no layers"] = [*plain, "--mtp-loss", "tv"]
+    flags["saved without layers"] = [*plain, "--save", str(folder / "plain"), "--save-interval", "1"]
+    flags["no weights"] = [*FROZEN_STAGE, "--pretrained-checkpoint", str(folder / "plain")]
+    flags |= {message: ["--train-iters", "1", *bad] for message, bad in BAD.items()}
+    return dict(zip(flags, pretrain_all(folder, *flags.values()), strict=True)), folder
+
+
 def test_log_line_has_objective_and_acceptance(base):
     line = base[1][6]
     assert 0 < float(line["mtp tv loss"]) < 1
@@ -49,93 +86,65 @@ def test_log_line_has_objective_and_acceptance(base):
     assert "lm loss" in line
 
 
-def test_resumed_run_repeats_the_uninterrupted_one(base, tmp_path):
-    root, uninterrupted = base
-    shutil.copytree(root / "iter_0000003", tmp_path / "iter_0000003")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    done = pretrain("--mtp-loss", "tv", "--train-iters", "6", "--load", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    resumed = log(done.stdout)
+def test_resumed_run_repeats_the_uninterrupted_one(base, runs):
+    resumed = log(runs[0]["resumed"].succeeded())
     assert sorted(resumed) == [4, 5, 6]
     # Megatron's second log line after a start averages over the first as well, so 5 is not comparable
     for iteration in (4, 6):
-        assert resumed[iteration] == uninterrupted[iteration]
+        assert resumed[iteration] == base[1][iteration]
 
 
-@pytest.mark.parametrize("extra", [[], ["--use-distributed-optimizer"]], ids=["adam", "distributed-optimizer"])
-def test_frozen_backbone_is_bit_identical_and_head_moves(base, tmp_path, extra):
-    done = pretrain(
-        *("--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--weight-decay", "0.1", "--train-iters", "3"),
-        *("--pretrained-checkpoint", str(base[0]), "--load", str(tmp_path), "--save", str(tmp_path)),
-        *("--save-interval", "3", *extra),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    before, after = tensors(base[0]), tensors(tmp_path)
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_backbone_is_bit_identical_and_head_moves(base, runs, name):
+    runs[0][name].succeeded()
+    before, after = tensors(base[0]), tensors(runs[1] / name)
     assert before.keys() == after.keys()
     backbone = [name for name in before if not name.startswith("mtp.")]
     head = [name for name in before if name.startswith("mtp.")]
     assert len(backbone) > 10
     assert len(head) > 5
-    for name in backbone:
-        assert torch.equal(before[name], after[name]), name
-    for name in head:
-        assert not torch.equal(before[name], after[name]), name
+    for weight in backbone:
+        assert torch.equal(before[weight], after[weight]), weight
+    for weight in head:
+        assert not torch.equal(before[weight], after[weight]), weight
     # what does not train has no optimizer state either
-    moments = [k for k in checkpoint_keys(tmp_path) if k.startswith("optimizer.") and "exp_avg" in k]
-    assert extra or (moments and all(".mtp." in key for key in moments))
+    moments = [k for k in checkpoint_keys(runs[1] / name) if k.startswith("optimizer.") and "exp_avg" in k]
+    assert FROZEN[name] or (moments and all(".mtp." in key for key in moments))
 
 
-def test_frozen_pipeline_stage_gives_the_single_process_losses(base):
-    flags = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--train-iters", "3"]
-    flags += ["--pretrained-checkpoint", str(base[0])]
-    one, two = pretrain(*flags), pretrain(*flags, "--pipeline-model-parallel-size", "2", processes=2)
-    assert one.returncode == two.returncode == 0, two.stderr[-3000:]
-    one_log, two_log = log(one.stdout), log(two.stdout)
+def test_frozen_pipeline_stage_gives_the_single_process_losses(base, runs):
+    flags = [*FROZEN_STAGE, "--pretrained-checkpoint", str(base[0]), "--pipeline-model-parallel-size", "2"]
+    two = pretrain(*flags, processes=2)
+    assert two.returncode == 0, two.stderr[-3000:]
+    one_log, two_log = log(runs[0]["frozen"].succeeded()), log(two.stdout)
     for iteration in (1, 2, 3):
         for name in ("lm loss", "mtp tv loss"):
             assert float(two_log[iteration][name]) == pytest.approx(float(one_log[iteration][name]), rel=1e-5)
 
 
-def test_without_our_flags_it_is_megatron():
+def test_without_our_flags_it_is_megatron(runs):
     from tests.mcore.world import Layout, run
 
-    done = pretrain("--train-iters", "2", "--mtp-detach-heads")
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = log(done.stdout)[2]
+    line = log(runs[0]["stock"].succeeded())[2]
     assert {"lm loss", "mtp_1 loss", "mtp_2 loss"} <= line.keys()
     assert not [name for name in line if name.startswith("mtp ")]
     assert run([("stock", Layout(), None)])["stock"]["grads"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--mtp-loss", "tvv"], "choose one of ce, kl, lk, lk-hybrid, reverse-kl, tv, tv-step"),
-        (["--mtp-loss", "tv", "--mtp-loss-horizon", "per-depth"], "no per-depth horizon"),
-        (["--mtp-loss", "tv", "--mtp-loss-temperature", "0"], "must be positive"),
-        (["--mtp-loss", "tv", "--mtp-freeze-schedule", "head"], "unknown part 'head'"),
-        (["--mtp-loss", "tv", "--mtp-freeze-schedule", ""], "the freeze schedule is empty"),
-        (["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--mtp-joint"], "drop one"),
-    ],
-)
-def test_bad_flags_end_with_one_clear_line(flags, message):
-    done = pretrain("--train-iters", "1", *flags)
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1, done.stderr[-2000:]
+@pytest.mark.parametrize("message", BAD)
+def test_bad_flags_end_with_one_clear_line(runs, message):
+    run = runs[0][message]
+    assert run.returncode != 0
+    lines = [line for line in run.output.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, run.output[-2000:]
     assert message in lines[0]
 
 
-def test_loss_without_mtp_layers_and_checkpoint_without_mtp_weights_are_refused(tmp_path):
-    plain = ["--mtp-num-layers", "0"]
-    done = pretrain("--train-iters", "1", *plain, "--mtp-loss", "tv")
-    assert "add --mtp-num-layers" in done.stderr
-    done = pretrain("--train-iters", "1", "--save", str(tmp_path), "--save-interval", "1", *plain)
-    assert done.returncode == 0, done.stderr[-3000:]
-    flags = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--pretrained-checkpoint", str(tmp_path)]
-    done = pretrain("--train-iters", "1", *flags)
-    assert done.returncode != 0
-    assert "has no MTP weights" in done.stderr
+def test_loss_without_mtp_layers_and_checkpoint_without_mtp_weights_are_refused(runs):
+    assert "add --mtp-num-layers" in runs[0]["no layers"].output
+    runs[0]["saved without layers"].succeeded()
+    assert runs[0]["no weights"].returncode != 0
+    assert "has no MTP weights" in runs[0]["no weights"].output
 
 
 def test_termination_leaves_a_resumable_run(tmp_path):
