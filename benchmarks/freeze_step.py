@@ -15,10 +15,14 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from bebop_megatron.evaluation.results import environment
 
 PHASES = {"frozen backbone": "backbone", "frozen MTP": "mtp", "joint": "none"}
 SCHEDULE = "backbone:1,mtp:1,none:1"
@@ -241,29 +245,21 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure, print a table, write the data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {
-        "layers": 8,
-        "hidden": 256,
-        "vocab": 8192,
-        "sequence": 256,
-        "batch": 4,
-        "depths": 3,
-        "rounds": 20,
-        "warmup": 2,
-        "threads": torch.get_num_threads(),
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--loss", default="tv")
+def add_sizes(parser: argparse.ArgumentParser, **more: int) -> None:
+    """Flags of the model's and the run's sizes, which `Training` reads; `more` are those of one benchmark."""
+    sizes = {"layers": 8, "hidden": 256, "vocab": 8192, "sequence": 256, "batch": 4, "depths": 3}
+    for name, default in (sizes | more | {"threads": torch.get_num_threads()}).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
 
+
+@contextmanager
+def one_process(threads: int) -> Iterator[str]:
+    """Megatron in this process alone, on the GPU where there is one; yields a folder for the time being."""
     from bebop_megatron.platform import enter
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(threads)
     if not torch.cuda.is_available():
         enter()
     from megatron.core import parallel_state
@@ -277,16 +273,32 @@ def main() -> None:
         torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
-        rows = measure(args)
+        yield folder
         torch.distributed.destroy_process_group()
+
+
+def write_results(args: argparse.Namespace, name: str, measured: Any, where: dict[str, Any]) -> None:
+    """What was measured, where (asked before `one_process`) and with which settings, to `args.output`."""
+    settings = {key: str(value) for key, value in vars(args).items() if key != "output"}
+    facts = where | {"device": "cpu" if _on_cpu() else torch.cuda.get_device_name(), "settings": settings}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(facts | {name: measured}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure, print a table, write the data."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_sizes(parser, rounds=20, warmup=2)
+    parser.add_argument("--loss", default="tv")
+    args = parser.parse_args()
+
+    # the CPU platform answers for a GPU once it is entered
+    where = environment()
+    with one_process(args.threads):
+        rows = measure(args)
     print(report(rows))
     if args.output is not None:
-        from bebop_megatron.evaluation.results import environment
-
-        settings = {name: str(value) for name, value in vars(args).items() if name != "output"}
-        facts = environment() | {"device": "cpu" if _on_cpu() else torch.cuda.get_device_name(), "settings": settings}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(facts | {"steps": rows}, indent=1) + "\n")
+        write_results(args, "steps", rows, where)
 
 
 if __name__ == "__main__":

@@ -14,21 +14,17 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
-import os
-import platform
 import random
 import statistics
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.freeze_step import Training
+from bebop_megatron.evaluation.results import environment
+from benchmarks.freeze_step import Training, add_sizes, one_process, write_results
 
 LEVELS = ("off", "summary", "full")
 LIMIT = 0.03
@@ -164,74 +160,25 @@ def report(results: dict[str, dict[str, Any]], log_interval: int) -> str:
 def main() -> None:
     """Measure, print a table, write the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {
-        "layers": 8,
-        "hidden": 256,
-        "vocab": 8192,
-        "sequence": 256,
-        "batch": 4,
-        "depths": 3,
-        "rounds": 40,
-        "warmup": 3,
-        "log-interval": 10,
-        "threads": torch.get_num_threads(),
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_sizes(parser, rounds=40, warmup=3, log_interval=10)
     parser.add_argument("--loss", nargs="+", default=["tv", "ce"])
-    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--quick", action="store_true", help="sizes that say nothing, to see that it runs")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.quick:
-        args.layers, args.hidden, args.vocab, args.sequence, args.batch, args.rounds, args.warmup = (
-            1,
-            64,
-            512,
-            32,
-            2,
-            3,
-            1,
-        )
+        quick = {"layers": 1, "hidden": 64, "vocab": 512, "sequence": 32, "batch": 2, "rounds": 3, "warmup": 1}
+        vars(args).update(quick)
+    # the CPU platform answers for a GPU once it is entered
+    where = environment()
+    with one_process(args.threads) as folder:
+        from megatron.training.global_vars import set_args
 
-    from bebop_megatron.platform import active, enter
-
-    torch.set_num_threads(args.threads)
-    if not torch.cuda.is_available():
-        enter()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.training.global_vars import set_args
-
-    from bebop_megatron.mcore import install
-
-    install()
-    # the log's wrapper asks Megatron's arguments whether an interval ends; here each one does
-    set_args(SimpleNamespace(log_interval=1))
-    backend = "gloo" if active() else "nccl"
-    with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
+        # the log's wrapper asks Megatron's arguments whether an interval ends; here each one does
+        set_args(SimpleNamespace(log_interval=1))
         check(args, folder)
         results = {loss: measure(args, loss, folder) for loss in args.loss}
-        torch.distributed.destroy_process_group()
     print(report(results, args.log_interval))
     if args.output is not None:
-        import megatron.core
-
-        facts = {
-            "device": "cpu" if active() else torch.cuda.get_device_name(),
-            "machine": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": args.threads,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "megatron-core": megatron.core.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "settings": {k: str(v) for k, v in vars(args).items()},
-        }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(facts | {"losses": results}, indent=1) + "\n")
+        write_results(args, "losses", results, where)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.evaluation.completions import CompletionFile, Job, Writer
+from bebop_megatron.evaluation.options import check_least, config_of
 from bebop_megatron.evaluation.outcome import GenerationResult, merged
 from bebop_megatron.evaluation.prompts import Prompt, read_prompt_records
 from bebop_megatron.evaluation.settings import ATTENTION_MODES, DecodeConfig, parse_gamma
+from bebop_megatron.evaluation.subject import vocabulary
 from bebop_megatron.evaluation.verify import RULES
-
-
-def add_parser(commands: Any) -> argparse.ArgumentParser:
-    """Add `generate` to the subcommands of a parser."""
-    parser = commands.add_parser(
-        "generate",
-        help="sample completions of prompts to JSON lines",
-        description="Sample completions of prompts to JSON lines that can be trained on.",
-    )
-    _add_options(parser)
-    return parser
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,25 +65,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _config(options: argparse.Namespace, stop_tokens: tuple[int, ...]) -> DecodeConfig:
     """Raises ValueError for a setting out of range."""
-    for name, least in (("samples", 1), ("prompt_tokens", 0), ("save_every", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    check_least(options, samples=1, prompt_tokens=0, save_every=1)
     gamma, adaptive = parse_gamma(options.gamma)
-    return DecodeConfig(
-        rule=options.rule,
+    return config_of(
+        options,
+        options.rule,
         gamma=gamma,
         adaptive_gamma=adaptive,
         draft_cost=options.draft_cost,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        attention=options.attention,
-        max_new_tokens=options.max_new_tokens,
-        batch_size=options.batch_size,
         stop_tokens=stop_tokens,
-        seed=options.seed,
-        filter_draft=options.filter_draft,
         raw_log_probs=options.log_probs,
     )
 
@@ -192,7 +173,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
     from bebop_megatron.evaluation.surgery import data_parallel_group
 
     group = data_parallel_group(loaded.model)
-    vocab_size = _vocabulary(loaded, tokenizer)
+    vocab_size = vocabulary(loaded, tokenizer, options.tokenizer)
 
     def decoder(seed: int) -> SpeculativeDecoder:
         seeded = replace(config, seed=seed)
@@ -217,19 +198,6 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
             bar.set_postfix_str(f"{about['tokens'] / max(about['seconds'], 1e-9):,.0f} tokens/s")
             bar.update(len(part))
     return about | {"without_text": output.empty.total() if output else 0}
-
-
-def _vocabulary(loaded: Any, tokenizer: Any | None) -> int:
-    """Columns that are tokens."""
-    columns = loaded.padded_vocab_size
-    if tokenizer is None:
-        return getattr(loaded.args, "vocab_size", None) or columns
-    if len(tokenizer) > columns:
-        raise ValueError(
-            f"--tokenizer has {len(tokenizer):,} tokens, but the checkpoint's vocabulary has {columns:,} columns: it "
-            "is not the tokenizer that the model was trained with"
-        )
-    return len(tokenizer)
 
 
 def _bar(done: int, missing: int, shown: bool) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.mcore.feature_world import sections
+
 VOCAB, POSITIONS = 32, 96
 
 
@@ -86,19 +88,6 @@ DELTA_NETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _sections(name: str, size: int, config: Any) -> list[int]:
-    """Blocks along the sharded dimension that are cut on their own: gate and up, or the inputs of a delta net."""
-    if "linear_fc1" in name:
-        return [size // 2] * 2
-    keys = (config.linear_key_head_dim or 0) * (config.linear_num_key_heads or 0)
-    values = (config.linear_value_head_dim or 0) * (config.linear_num_value_heads or 0)
-    if "conv1d" in name:
-        return [keys, keys, values]
-    if "self_attention.in_proj.weight" in name:
-        return [keys, keys, values, values, config.linear_num_value_heads, config.linear_num_value_heads]
-    return [size]
-
-
 def _weights(model: Any, seed: int, sharpness: float) -> None:
     """Full-size random weights, cut to this rank's share, so that every tensor-parallel size starts equal."""
     world, rank = model.pg_collection.tp.size(), model.pg_collection.tp.rank()
@@ -115,7 +104,7 @@ def _weights(model: Any, seed: int, sharpness: float) -> None:
             value = value * (sharpness if "output_layer" in name or "embedding" in name else 0.2)
         if sharded:
             at = parameter.partition_dim
-            blocks = value.split(_sections(name, shape[at], model.config), at)
+            blocks = value.split(sections(name, shape[at], model.config), at)
             value = torch.cat([block.chunk(world, at)[rank] for block in blocks], at)
         parameter.data.copy_(value)
 

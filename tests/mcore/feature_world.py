@@ -165,7 +165,7 @@ def _is_sharded(parameter: Any) -> bool:
     )
 
 
-def _sections(name: str, size: int, config: Any) -> list[int]:
+def sections(name: str, size: int, config: Any) -> list[int]:
     """Blocks along the sharded dimension that are cut on their own: gate and up, or the inputs of a delta net."""
     if "linear_fc1" in name:
         return [size // 2] * 2
@@ -203,7 +203,7 @@ def same_weights_everywhere(chunk: Any) -> None:
             value = 0.25 * value
         if sharded:
             at = parameter.partition_dim
-            blocks = value.split(_sections(name, shape[at], chunk.config), at)
+            blocks = value.split(sections(name, shape[at], chunk.config), at)
             value = torch.cat([block.chunk(tp, at)[rank] for block in blocks], at)
         parameter.data.copy_(value)
 
@@ -218,7 +218,7 @@ def whole(name: str, value: torch.Tensor, parameter: Any, config: Any) -> torch.
     shards = [torch.empty_like(value) for _ in range(tp)]
     group = parallel_state.get_tensor_model_parallel_group()
     torch.distributed.all_gather(shards, value.contiguous(), group=group)
-    sizes = [size // tp for size in _sections(name, value.shape[at] * tp, config)]
+    sizes = [size // tp for size in sections(name, value.shape[at] * tp, config)]
     blocks = zip(*(shard.split(sizes, at) for shard in shards), strict=True)
     return torch.cat([block for section in blocks for block in section], at)
 
