@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bebop_megatron.bridges.families import config_of_arguments, hybrid_pattern
+from bebop_megatron.bridges.arguments import config_of_arguments
+from bebop_megatron.bridges.families import hybrid_pattern
 from bebop_megatron.bridges.initial_head import initial_head
 from bebop_megatron.bridges.plan import Place, Style, backbone_rows, extra_states
 from bebop_megatron.convert.exporting import MegatronModel

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bebop_megatron.bridges.arguments import differences
 from bebop_megatron.bridges.checkpoint_keys import CheckpointKeys
-from bebop_megatron.bridges.families import (
-    differences,
-    read_config,
-    sizes_of,
-    text_config,
-    with_mtp_layers,
-)
+from bebop_megatron.bridges.families import read_config, sizes_of, text_config, with_mtp_layers
 from bebop_megatron.bridges.huggingface import INDEX, SINGLE, FolderReader, FolderWriter, Planned, into_shards
 from bebop_megatron.bridges.names import LM_HEAD
 from bebop_megatron.bridges.plan import Place, Row, Style, backbone_rows, mtp_rows

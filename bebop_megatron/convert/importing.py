@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bebop_megatron.bridges.arguments import command_line, model_arguments
 from bebop_megatron.bridges.checkpoint_keys import CheckpointKeys
 from bebop_megatron.bridges.families import (
-    command_line,
     hybrid_pattern,
-    model_arguments,
     model_kind,
     mtp_layers_in,
     read_config,

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from bebop_megatron.bridges.arguments import config_of_arguments
 from bebop_megatron.bridges.checkpoint_keys import CheckpointKeys
-from bebop_megatron.bridges.families import Sizes, config_of_arguments, mtp_layers_in, read_config, sizes_of
+from bebop_megatron.bridges.families import Sizes, mtp_layers_in, read_config, sizes_of
 from bebop_megatron.bridges.huggingface import FolderReader
 from bebop_megatron.bridges.plan import Style, backbone_rows, mtp_rows
 from bebop_megatron.convert.findings import Findings, in_checkpoint, in_folder, mtp_layers_named
