@@ -75,22 +75,25 @@ def _main(module: str, arguments: Sequence[str], environment: dict[str, str], fo
         os._exit(code)
 
 
-def run_module(module: str, *arguments: str, processes: int = 1, timeout: float = 300, **environment: str) -> Run:
-    """Run `module` as the main program of `processes` ranks, from the working directory of the caller, to its end.
+def run_module(module: str, *arguments: str, processes: int = 0, timeout: float = 300, **environment: str) -> Run:
+    """Run `module` as the main program, from the working directory of the caller, to its end.
 
-    As under torchrun, the first rank that fails ends the others, and its status is the run's.
+    With `processes`, as under torchrun: that many ranks, of which the first that fails ends the others, and its status
+    is the run's. Without, as a program that nobody launches.
 
     Raises:
         TimeoutError: it took longer than `timeout` seconds.
     """
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes), **environment}
+    if processes:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    names = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)] or [{}]
     with tempfile.TemporaryDirectory() as streams:
         ranks = [
             SERVER.Process(
                 target=_main,
-                args=(module, arguments, common | {"RANK": str(i), "LOCAL_RANK": str(i)}, os.getcwd(), streams),
+                args=(module, arguments, environment | name, os.getcwd(), streams),
             )
-            for i in range(processes)
+            for name in names
         ]
         for rank in ranks:
             rank.start()
