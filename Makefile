@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze wheel docs format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,11 @@ study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minut
 
 bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
 	$(BIN)/python -m benchmarks.decoding
+
+wheel: $(READY) ## Build the package into dist/
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
