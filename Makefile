@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze rl-study rl-study-quick format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ study: $(READY) ## Compare the objectives on two domains: runs/study/ (about an 
 
 study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minutes)
 	$(BIN)/python -m benchmarks.study --quick
+
+rl-study: $(READY) ## Reinforcement learning with and without drafts, six arms: runs/rl_study/ (45 minutes; it resumes)
+	$(BIN)/python -m benchmarks.rl_study
+
+rl-study-quick: $(READY) ## The same, small and fast, into runs/rl_study-quick/ (minutes)
+	$(BIN)/python -m benchmarks.rl_study --quick
 
 bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
 	$(BIN)/python -m benchmarks.decoding

@@ -143,7 +143,7 @@ def test_gsm8k_names_what_is_wrong_with_its_file(tmp_path):
     cases = {
         "not json\n": "line 1 is not JSON",
         '{"question": "q"}\n': 'line 1: expected "question" and "answer"',
-        '{"question": "q", "answer": "#### 1"}\n{"question": "q", "answer": "one"}\n': "line 2: the answer does not end",
+        '{"question": "q", "answer": "#### 1"}\n{"question": "", "answer": "one"}\n': "line 2: the answer does not end",
         "\n": "holds no questions",
     }
     for number, (text, message) in enumerate(cases.items()):
