@@ -52,7 +52,8 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
     # short: the path of a socket is limited
     folder = tempfile.mkdtemp(prefix="rl")
     try:
-        ray.init(
+        _start(
+            ray,
             address="local",
             num_cpus=config.workers + config.learner_processes,
             object_store_memory=max(128 << 20, (config.staleness + 4) * weight_bytes + (64 << 20)),
@@ -66,6 +67,18 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(ray: Any, **settings: Any) -> None:
+    """Start Ray; it gives its processes half a minute, which a busy machine may not be content with."""
+    for attempt in range(3):
+        try:
+            ray.init(**settings)
+            return
+        except Exception as error:  # noqa: BLE001 - Ray raises nothing more special
+            if "timed out" not in str(error) or attempt == 2:
+                raise
+            ray.shutdown()
 
 
 class WorkerActor:
@@ -112,7 +125,7 @@ class LearnerActor:
         """One optimizer step."""
         return self._learner.step(step, rollouts)
 
-    def export(self) -> Shards:
+    def export(self) -> tuple[Event, Shards]:
         """The weights that this process holds; the result belongs to whoever asks, and outlives this process."""
         return self._learner.export()
 

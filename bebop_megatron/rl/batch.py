@@ -45,7 +45,8 @@ def micro_batches(
     """The share of data-parallel rank `rank`, neighbours in length together.
 
     `weight` makes the sum of a step's token losses their mean, after Megatron has divided by the numbers of
-    micro-batches and replicas. Lengths are multiples of `multiple`, and all alike where pipeline stages need that (`one_length`).
+    micro-batches and replicas. Lengths are multiples of `multiple`, and all alike where pipeline stages need that
+    (`one_length`).
 
     Shape: each tokens [b, s] int64; loss_mask, behaviour, weight [b, s] float32, at the token that they are about;
     advantage [b] float32.

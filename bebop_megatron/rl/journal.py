@@ -103,7 +103,7 @@ def _iteration(path: Path) -> int:
 def step_row(
     config: RLConfig, step: int, rollouts: Sequence[Rollout], trained: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    """The line of a step. Acceptance is that of the drafts that were decoded; `expected` is of both rules, on a probe."""
+    """The line of a step: acceptance of the drafts that were decoded; `expected`, of both rules on a probe."""
     groups = [group for rollout in rollouts for group in rollout.groups]
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = sum(rollout.num_tokens for rollout in rollouts)

@@ -108,7 +108,7 @@ class Learner:
 
         torch.set_num_threads(config.threads)
         self.config, self.vocab_size, self.rank = config, vocab_size, rank
-        self.name = f"learner-{rank}"
+        self.name, self.done = f"learner-{rank}", resume_step
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not torch.cuda.is_available():
@@ -177,7 +177,7 @@ class Learner:
 
         Collectives: Megatron's own of a training step.
         """
-        began = time.time()
+        began, self.done = time.time(), step + 1
         samples = samples_of(rollouts, step, self.config.normalise)
         replicas, rank = self.groups.dp.size(), self.groups.dp.rank()
         batches = micro_batches(
@@ -268,10 +268,12 @@ class Learner:
             found.append(values[0, -len(sample.log_probs) :].tolist())
         return found
 
-    def export(self) -> Shards:
+    def export(self) -> tuple[Event, Shards]:
         """This process's weights for the workers: what training can have moved since the run began."""
-        frozen = self.config.strategy == "frozen"
-        return export_shards(self.chunks, frozenset({"backbone"} if frozen else {"backbone", "mtp"}))
+        began = time.time()
+        parts = {"backbone"} if self.config.strategy == "frozen" else {"backbone", "mtp"}
+        shards = export_shards(self.chunks, frozenset(parts))
+        return Event(self.name, "export", began, time.time(), self.done), shards
 
     def save(self, step: int) -> Event:
         """Write Megatron's checkpoint of `step` completed steps. Collectives: Megatron's own."""

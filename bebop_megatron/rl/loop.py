@@ -34,12 +34,13 @@ class _Slot:
 
 @dataclass
 class _Call:
-    """A call to every process of the learner."""
+    """A call to every process of the learner, and the export behind it: what was done, and the weights."""
 
     kind: str
     step: int
     references: list[Any]
-    exported: list[Any]
+    events: list[Any]
+    shards: list[Any]
 
 
 class Loop:
@@ -58,6 +59,7 @@ class Loop:
         self.pids: dict[str, int] = {}
         self.learners: list[Any] = []
         self.training: int | None = None
+        self.seen: set[Any] = set()
         self.last_end = time.time()
 
     def run(self) -> None:
@@ -128,8 +130,9 @@ class Loop:
 
     def _call(self, kind: str, step: int, references: list[Any]) -> None:
         """Remember a call; those that change the policy are followed by an export."""
-        exported = [] if kind == "save" else [learner.export.remote() for learner in self.learners]
-        self.calls.append(_Call(kind, step, references, exported))
+        exported = [learner.export.options(num_returns=2).remote() for learner in self.learners if kind != "save"]
+        events = [event for event, _ in exported]
+        self.calls.append(_Call(kind, step, references, events, [shards for _, shards in exported]))
 
     def _feed_learner(self) -> None:
         step = self.ledger.version
@@ -143,28 +146,22 @@ class Loop:
         call = self.calls[0]
         try:
             results = self.ray.get(call.references)
-            # the processes have their weights ready, which are not fetched here
-            self.ray.wait(call.exported, num_returns=max(1, len(call.exported)), fetch_local=False)
-            for reference in call.exported:
-                self._raise_if_failed(reference)
+            # the shards stay where they are
+            events = self.ray.get(call.events)
         except (self.ray.exceptions.RayActorError, self.ray.exceptions.RayTaskError) as error:
             self._replace_learner(error)
             return
         self.calls.pop(0)
+        self.journal.record(*events)
         if call.kind == "load":
             self.pids |= {f"learner-{rank}": pid for rank, pid in enumerate(results)}
-            self.weights[call.step] = call.exported
+            self.weights[call.step] = call.shards
             self.last_end = time.time()
         elif call.kind == "step":
             self._step_done(call, results)
         else:
             self.journal.record(*results)
             self.commits.append(call.step)
-
-    def _raise_if_failed(self, reference: Any) -> None:
-        ready, _ = self.ray.wait([reference], timeout=0, fetch_local=False)
-        if ready:
-            self.ray.get(reference)
 
     def _step_done(self, call: _Call, results: list[dict[str, Any]]) -> None:
         step = call.step
@@ -176,7 +173,7 @@ class Loop:
         row = step_row(self.config, step, self.ledger.batch(step), trained, now - self.last_end)
         self.last_end = now
         self.ledger.trained(step)
-        self.weights[step + 1] = call.exported
+        self.weights[step + 1] = call.shards
         oldest = self.ledger.needed_version()
         self.weights = {version: shards for version, shards in self.weights.items() if version >= oldest}
         self.report(self.journal.write_step(row))
@@ -202,27 +199,26 @@ class Loop:
                 slot.order = None
         self.lineage += 1
         self.calls, self.commits, self.weights = [], [], {}
+        self.seen.clear()
         self._start_learner(step)
 
     # both
 
     def _next_event(self) -> None:
+        """Wait until a worker has a result or the learner has completed its oldest call, and deal with it."""
         slots = {slot.reference: slot for slot in self.slots if slot.reference is not None}
-        learner = [*self.calls[0].references, *self.calls[0].exported] if self.calls else []
-        waiting = [*slots, *learner]
-        if not waiting:
+        call = [*self.calls[0].references, *self.calls[0].events] if self.calls else []
+        open_ = [*slots, *(reference for reference in call if reference not in self.seen)]
+        if not open_:
             raise RuntimeError("nothing runs and nothing can start: this is a bug in the order of rollouts")
-        ready, _ = self.ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
-        if not any(reference in slots for reference in ready) and len([r for r in ready if r in learner]) < len(
-            learner
-        ):
-            rest = [reference for reference in waiting if reference not in ready]
-            self.ray.wait(rest, num_returns=1, timeout=5.0, fetch_local=False)
-            ready, _ = self.ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)
+        ready, _ = self.ray.wait(open_, num_returns=1, fetch_local=False)
         for reference in ready:
             if reference in slots:
                 self._worker_event(slots[reference])
-        if learner and all(reference in ready for reference in learner):
+            else:
+                self.seen.add(reference)
+        if call and self.seen.issuperset(call):
+            self.seen.clear()
             self._learner_event()
 
     def _commit(self) -> None:

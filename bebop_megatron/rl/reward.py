@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from bebop_megatron.rl.task import Problem, Task
 
@@ -24,13 +24,13 @@ from bebop_megatron.rl.task import Problem, Task
 _START_SECONDS = 60.0
 
 
-def _send(stream: BinaryIO, value: Any) -> None:
+def _send(stream: IO[bytes], value: Any) -> None:
     data = pickle.dumps(value)
     stream.write(struct.pack("<q", len(data)) + data)
     stream.flush()
 
 
-def _receive(stream: BinaryIO) -> Any:
+def _receive(stream: IO[bytes]) -> Any:
     head = stream.read(8)
     if len(head) < 8:
         raise EOFError
@@ -109,7 +109,7 @@ class Scorer:
         child.wait()
 
 
-def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     task, timeout = _receive(requests)
     _send(answers, "ready")
     while True:

@@ -34,13 +34,13 @@ def make_task(text: str) -> Task:
     where = TASKS.get(name, name.replace("/", ":") if "/" in name else None)
     if where is None:
         raise ValueError(f"unknown task {name!r}: choose one of {', '.join(sorted(TASKS))}, or give module/Class")
-    keywords = dict(part.partition("=")[::2] for part in options.split(",") if part)
+    pairs = [part.partition("=") for part in options.split(",") if part]
     module, _, cls = where.partition(":")
     try:
         found = getattr(importlib.import_module(module), cls)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"task {name!r}: {error}") from error
     try:
-        return found(**{key: _value(value) for key, value in keywords.items()})
+        return found(**{key: _value(value) for key, _, value in pairs})
     except TypeError as error:
         raise ValueError(f"task {text!r}: {error}") from error
