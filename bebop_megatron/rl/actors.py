@@ -75,7 +75,8 @@ def _start(ray: Any, **settings: Any) -> None:
         try:
             ray.init(**settings)
             return
-        except Exception as error:  # noqa: BLE001 - Ray raises nothing more special
+        # Ray raises nothing more special
+        except Exception as error:
             if "timed out" not in str(error) or attempt == 2:
                 raise
             ray.shutdown()
