@@ -17,7 +17,7 @@ setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install 
 $(READY): pyproject.toml .ci/constraints.txt
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && echo "using $$python" && \
 	  { [ -x $(BIN)/python ] || "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,rl,dev]'
 	@touch $@
 
 demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten minutes): runs/demo/

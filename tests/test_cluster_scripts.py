@@ -35,11 +35,9 @@ def tools(tmp_path):
     folder.mkdir()
     for name in ("torchrun", "python"):
         stub(folder, name, f'printf "%s\\0" "$@" > {tmp_path}/arguments; env -0 > {tmp_path}/environment')
-    stub(
-        folder,
-        "scontrol",
-        f'echo "$@" >> {tmp_path}/scontrol; if [ "$1" = show ]; then printf "node-a\\nnode-b\\n"; fi',
-    )
+    # more names than a pipe holds: who reads the first alone must not take the rest for a failure
+    nodes = 'if [ "$1" = show ]; then echo node-a; for n in {1..20000}; do echo node-b; done; fi'
+    stub(folder, "scontrol", f'echo "$@" >> {tmp_path}/scontrol; {nodes}')
     # one task of the step, without the flags before the command
     task = 'SLURM_PROCID=3 SLURM_LOCALID=3 SLURM_NTASKS=16 "$@"'
     stub(folder, "srun", f'while [[ $1 == --* ]]; do shift; done\n{task}; exit "${{SRUN_STATUS:-0}}"')

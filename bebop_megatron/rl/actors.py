@@ -11,18 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.ledger import Order
 from bebop_megatron.rl.records import Event, Rollout
 from bebop_megatron.rl.weights import Shards
 
 _LOOPBACK = "127.0.0.1"
-# nothing is reported home; a full machine is the operating system's affair; messages come one by one
+# nothing is reported home; full memory is the operating system's affair; workers are no less important than others; the
+# last keeps Ray, which replaces a loopback address by another, on the loopback interface
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 
@@ -65,8 +69,18 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
         )
         yield ray
     finally:
+        started = psutil.Process().children(recursive=True)
         ray.shutdown()
+        _end(started)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(processes: list[Any]) -> None:
+    """Wait until everything that Ray and our actors started is gone; what does not end by itself is killed."""
+    _, alive = psutil.wait_procs(processes, timeout=2)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=30)
 
 
 def _start(ray: Any, **settings: Any) -> None:

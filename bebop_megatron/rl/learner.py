@@ -41,7 +41,14 @@ def _megatron_arguments(config: RLConfig, vocab_size: int, positions: int, has_h
         *("--seq-length", str(positions), "--train-iters", str(config.steps), "--seed", str(1 + config.seed)),
         *("--micro-batch-size", str(config.micro_batch_size), "--global-batch-size", str(config.batch_size)),
         *("--lr", str(config.lr), "--clip-grad", str(config.clip_grad)),
-        *("--save", str(Path(config.output) / "checkpoints"), "--pretrained-checkpoint", config.load),
+        *(
+            "--save",
+            str(Path(config.output) / "checkpoints"),
+            "--save-interval",
+            "1",
+            "--pretrained-checkpoint",
+            config.load,
+        ),
     ]
     if resume:
         arguments += ["--load", str(Path(config.output) / "checkpoints")]

@@ -18,7 +18,8 @@ set -euo pipefail
 : "${1:?launch script}" "${ADAPTED:?folder of checkpoints}" "${STEPS:=1000}"
 export STEPS ADAPTED EXIT_SIGNAL=SIGUSR1
 export NNODES=${SLURM_JOB_NUM_NODES:?start it with sbatch} GPUS_PER_NODE=${SLURM_NTASKS_PER_NODE:-8}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# only the first name is read, and a scontrol that is cut off while it prints the others has not failed
+read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
 # pyxis and enroot; leave CONTAINER empty to run in the environment that is active

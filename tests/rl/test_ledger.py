@@ -1,8 +1,8 @@
 """The queue of rollouts, without anything that decodes or trains.
 
 Catches: a rollout that is staler than allowed when it is trained on, trained on twice or never after workers and
-learner died, or decoded by a policy that no longer exists; a checkpoint that counts before what it needs is on disk; a queue
-without a bound; results that depend on who was faster.
+learner died, or decoded by a policy that no longer exists; a checkpoint that counts before what it needs is on disk; a
+queue without a bound; results that depend on who was faster.
 """
 
 from __future__ import annotations
