@@ -23,9 +23,16 @@ _DIGITS = re.compile(r"\d+")
 
 
 def write_corpus(
-    task: Any, folder: Path, *, documents: int, seed: int = 0, slips: float = 0.0, vocab_size: int = 320
+    task: Any,
+    folder: Path,
+    *,
+    documents: int,
+    seed: int = 0,
+    slips: float = 0.0,
+    vocab_size: int = 320,
+    pad_to: int | None = None,
 ) -> None:
-    """Write all of it; what is there is made again.
+    """Write all of it; what is there is made again. `pad_to` is the sequence length to train at (see `data.build`).
 
     Raises:
         ValueError: a task without texts, a vocabulary that its texts cannot fill, and what the task itself refuses.
@@ -43,7 +50,7 @@ def write_corpus(
             lines.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
     save_tokenizer(train_tokenizer(_words(file), vocab_size=vocab_size), str(folder / "tokenizer"))
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    build(read_documents([str(file)]), tokenizer, str(folder / "corpus"), holdout=0.02, overwrite=True)
+    build(read_documents([str(file)]), tokenizer, str(folder / "corpus"), holdout=0.02, overwrite=True, pad_to=pad_to)
 
 
 def _words(file: Path) -> Iterator[Any]:
@@ -66,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slips", type=float, default=0.0, help="share of wrong steps: room for RL (0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=320)
+    parser.add_argument(
+        "--pad-to",
+        type=int,
+        metavar="N",
+        help="pad every document to N tokens: at --seq-length N each sample then begins with its prompt, as in RL",
+    )
     options = parser.parse_args(arguments)
     try:
         with warnings.catch_warnings():
@@ -78,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seed=options.seed,
                 slips=options.slips,
                 vocab_size=options.vocab_size,
+                pad_to=options.pad_to,
             )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

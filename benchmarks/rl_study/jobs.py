@@ -107,6 +107,7 @@ class RLStudy:
             documents=size.documents,
             slips=size.slips,
             vocab_size=size.model.vocab_size,
+            pad_to=size.model.sequence,
         )
 
     def _train(self, job: Job, folder: Path) -> None:

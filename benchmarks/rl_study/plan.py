@@ -43,16 +43,16 @@ class Size:
     """How large everything is; `model` sizes backbone and heads as in the study of objectives."""
 
     model: plan.Size
-    difficulty: str = "1-3"
-    documents: int = 60_000
-    slips: float = 0.1
+    difficulty: str = "1"
+    documents: int = 15_000
+    slips: float = 0.2
     seeds: tuple[int, ...] = (1, 2)
-    steps: int = 50
+    steps: int = 60
     groups: int = 8
     group_size: int = 8
     # few rows at a time, so that a decoding step costs about the same for one token and for four
     groups_per_rollout: int = 1
-    max_new_tokens: int = 80
+    max_new_tokens: int = 64
     gamma: int = 3
     temperature: float = 1.0
     lr: float = 3e-4
@@ -71,12 +71,13 @@ FULL = Size(
         layers=10,
         hidden=96,
         ffn=288,
-        vocab_size=384,
-        sequence=256,
-        batch=8,
-        backbone_steps=800,
+        vocab_size=352,
+        # as long as the longest document: each is a sample of its own
+        sequence=64,
+        batch=16,
+        backbone_steps=600,
         warm_steps=150,
-        head_steps=150,
+        head_steps=250,
         lr=3e-3,
         head_lr=1e-3,
     )
@@ -86,22 +87,20 @@ QUICK = Size(
         layers=3,
         hidden=64,
         ffn=192,
-        vocab_size=384,
-        sequence=128,
-        batch=8,
+        vocab_size=352,
+        sequence=64,
+        batch=16,
         backbone_steps=150,
         warm_steps=40,
         head_steps=40,
         lr=3e-3,
         head_lr=1e-3,
     ),
-    difficulty="1",
-    documents=8_000,
+    documents=4_000,
     seeds=(1,),
     steps=6,
     groups=4,
     group_size=4,
-    max_new_tokens=48,
     micro_batch=16,
     arms=(BASELINE, "rs-ce", "rs-tv-frozen"),
 )

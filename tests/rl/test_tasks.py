@@ -13,6 +13,7 @@ import re
 from itertools import islice
 
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bebop_megatron.rl.corpus import main as write
 from bebop_megatron.rl.task import Problem
@@ -160,7 +161,7 @@ def test_gsm8k_names_what_is_wrong_with_its_file(tmp_path):
 def test_corpus_is_what_the_backbone_is_trained_on(tmp_path, capsys):
     folder = tmp_path / "corpus"
     options = ["--task", "arithmetic:difficulty=1", "--documents", "400", "--slips", "0.2", "--vocab-size", "300"]
-    assert write([*options, "--output", str(folder)]) == 0
+    assert write([*options, "--pad-to", "72", "--output", str(folder)]) == 0
     for name in ("corpus.bin", "corpus.idx", "corpus-holdout.jsonl", "tokenizer/tokenizer.json"):
         assert (folder / name).is_file(), name
     records = [json.loads(line) for line in (folder / "documents.jsonl").read_text().splitlines()]
@@ -171,5 +172,18 @@ def test_corpus_is_what_the_backbone_is_trained_on(tmp_path, capsys):
         # digits stay single, so that a number is computed and not looked up
         assert all(sum(map(str.isdigit, codec.decode([token]))) <= 1 for token in tokens)
         assert len(tokens) < len(record["completion"])
+    # at this sequence length every sample is a document, and begins with its prompt
+    data = IndexedDataset(str(folder / "corpus"))
+    masks = IndexedDataset(str(folder / "corpus_mask"))
+    assert set(data.sequence_lengths) == {72}
+    end = codec.stop_tokens[0]
+    for tokens, mask in ((list(data[index]), list(masks[index])) for index in range(20)):
+        prompt, _, _ = codec.decode(tokens[: tokens.index(end)]).partition("\n")
+        assert re.fullmatch(r"\d+\+\d+=\?", prompt)
+        # targets are the completion and its end
+        targets = [place for place, is_target in enumerate(mask) if is_target]
+        assert targets == list(range(len(codec.encode(prompt + "\n")), tokens.index(end) + 1))
+    assert write([*options, "--pad-to", "20", "--output", str(tmp_path / "short")]) == 2
+    assert "more than the 20 that every document is padded to" in capsys.readouterr().err
     assert write(["--task", "letters", "--output", str(folder)]) == 2
     assert "letters has no texts" in capsys.readouterr().err
