@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(_header())
         started = True
         print(_line(row), flush=True)
+        if row["failed_rewards"]:
+            print(f"  {row['failed_rewards']} rewards failed: {row['reward_error']}", file=sys.stderr)
 
     try:
         config = RLConfig.from_arguments(sys.argv[1:] if argv is None else argv)

@@ -130,6 +130,7 @@ def step_row(
         "completion_tokens": tokens / len(rewards),
         "staleness": sum(step - rollout.version for rollout in rollouts) / len(rollouts),
         "failed_rewards": sum(rollout.failed_rewards for rollout in rollouts),
+        "reward_error": next((rollout.reward_error for rollout in rollouts if rollout.failed_rewards), None),
         "grad_norm": trained["grad_norm"],
         **{name: values.get(name) for name in ("loss", "importance", "truncated", "kl", "mtp_loss")},
     }

@@ -58,6 +58,7 @@ class Rollout:
     reached: list[float]
     accepted: list[float]
     failed_rewards: int = 0
+    reward_error: str = ""
     probe: Probe | None = None
     events: list[Event] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from bebop_megatron.rl.task import Problem, Task
 
 # what starting an interpreter may take, on a busy machine
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 
 
 def _send(stream: IO[bytes], value: Any) -> None:
@@ -41,6 +41,9 @@ class Scorer:
     """Computes rewards in a child process; close it, or use it in a `with` block.
 
     What fails is worth 0 and is counted in `failures`; `last_error` says what the newest was.
+
+    Raises:
+        RuntimeError: on the first call, the process does not start.
     """
 
     def __init__(self, task: Task, timeout: float) -> None:
@@ -63,8 +66,12 @@ class Scorer:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
             )
             assert self._child.stdin is not None
-            _send(self._child.stdin, (self.task, self.timeout))
-            self._answer(_START_SECONDS)
+            try:
+                _send(self._child.stdin, (self.task, self.timeout))
+                self._answer(_START_SECONDS)
+            except (OSError, EOFError, TimeoutError) as error:
+                self.close()
+                raise RuntimeError("the process that computes rewards does not start: its error is above") from error
         return self._child
 
     def _answer(self, seconds: float) -> Any:
@@ -76,8 +83,8 @@ class Scorer:
 
     def score(self, problem: Problem, text: str) -> float:
         """The reward of a completion; 0 where it cannot be had in time."""
+        child = self._start()
         try:
-            child = self._start()
             assert child.stdin is not None
             _send(child.stdin, (problem, text))
             reward, error = self._answer(self.timeout + 5)

@@ -116,6 +116,7 @@ class RolloutWorker:
             reached=result.counts[:, :, REACHED].sum(0).tolist(),
             accepted=result.counts[:, :, ACCEPTED].sum(0).tolist(),
             failed_rewards=self.scorer.failures - failures,
+            reward_error=self.scorer.last_error,
             probe=probe,
             events=events,
         )

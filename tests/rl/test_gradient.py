@@ -40,7 +40,7 @@ DIRECTIONS = 4
 class _InProcess:
     """Rewards without a process of their own."""
 
-    failures = 0
+    failures, last_error = 0, ""
 
     def score(self, problem, text):
         return TASK.reward(problem, text)

@@ -24,7 +24,9 @@ def _rollout(order, lineage=0):
     """The policy's lineage stands for its weights: a run that went back has others, unless results are exact."""
     group = Group(Problem("p", "a"), [1], [[2], [3]], [[-0.5], [-1 / 3]], [0.0, float(lineage)])
     probe = Probe(3, {"rejection": 1.5, "target-only": 0.25}, 0.1)
-    return Rollout(order.number, order.version, [group], 0.1, [4.0], [2.0], 0, probe, [Event("w", "decode", 1, 2, 0)])
+    return Rollout(
+        order.number, order.version, [group], 0.1, [4.0], [2.0], 0, "", probe, [Event("w", "decode", 1, 2, 0)]
+    )
 
 
 def test_a_rollout_survives_its_file_exactly():

@@ -173,7 +173,8 @@ def test_what_cannot_work_is_said_before_anything_starts(config, tmp_path, monke
 
 
 def test_an_interrupt_ends_everything(config, tmp_path):
-    flags = ["--load", config.load, "--task", "letters", "--output", str(tmp_path), "--steps", "100000"]
+    flags = ["--load", config.load, "--task", "letters", "--output", str(tmp_path), "--steps", "99999"]
+    flags += ["--max-new-tokens", "16"]
     command = [sys.executable, "-W", "ignore", "-m", "bebop_megatron.rl", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT, start_new_session=True)
