@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze wheel docs format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze
+.PHONY: rl-study rl-study-quick wheel docs format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +18,7 @@ setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install 
 $(READY): pyproject.toml .ci/constraints.txt
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && echo "using $$python" && \
 	  { [ -x $(BIN)/python ] || "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,dev,docs]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,rl,dev,docs]'
 	@touch $@
 
 demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten minutes): runs/demo/
@@ -51,6 +52,12 @@ study: $(READY) ## Compare the objectives on two domains: runs/study/ (about an 
 
 study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minutes)
 	$(BIN)/python -m benchmarks.study --quick
+
+rl-study: $(READY) ## Reinforcement learning with and without drafts, six arms: runs/rl_study/ (45 minutes; it resumes)
+	$(BIN)/python -m benchmarks.rl_study
+
+rl-study-quick: $(READY) ## The same, small and fast, into runs/rl_study-quick/ (minutes)
+	$(BIN)/python -m benchmarks.rl_study --quick
 
 bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
 	$(BIN)/python -m benchmarks.decoding

@@ -23,7 +23,7 @@ import numpy as np
 
 from bebop_megatron.data.description import Description, read_description, write_description
 from bebop_megatron.data.documents import Document
-from bebop_megatron.data.encode import Encoded, encode
+from bebop_megatron.data.encode import Encoded, encode, padded
 from bebop_megatron.data.tokenizer import tokenizer_hash
 
 MASK_SUFFIX = "_mask"
@@ -106,15 +106,22 @@ def build(
     format: str = "auto",
     holdout: float = 0.0,
     overwrite: bool = False,
+    pad_to: int | None = None,
 ) -> dict[str, Description]:
     """Tokenise the documents and write them; returns a summary for every prefix written.
+
+    With `pad_to`, every document has exactly so many tokens: trained on at this sequence length, each sample is one
+    document from its beginning, as a prompt is when it is served.
 
     About the share `holdout` of the documents, chosen by a hash of their `identity`, goes to PREFIX-holdout
     instead: a document keeps its side when others are added, and no prompt is on both sides.
 
     Raises:
-        ValueError: a bad document, no documents, an empty holdout, files that are already there.
+        ValueError: a bad document, no documents, an empty holdout, files that are already there, a document longer
+            than `pad_to`, or a tokenizer without a token to pad with.
     """
+    if pad_to is not None and tokenizer.pad_token_id is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no pad_token to pad documents with")
     if not 0 <= holdout < 1:
         raise ValueError(f"--holdout must be at least 0 and less than 1, got {holdout}")
     check_output(prefix, overwrite=overwrite)
@@ -122,18 +129,26 @@ def build(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as name:
         folder = Path(name)
-        summaries = _write(documents, tokenizer, folder, target.name, format, holdout)
+        summaries = _write(documents, tokenizer, folder, target.name, format, holdout, pad_to)
         _publish(folder, prefix)
     return {str(target.parent / name): summary for name, summary in summaries.items()}
 
 
 def _write(
-    documents: Iterable[Document], tokenizer: Any, folder: Path, name: str, format: str, holdout: float
+    documents: Iterable[Document],
+    tokenizer: Any,
+    folder: Path,
+    name: str,
+    format: str,
+    holdout: float,
+    pad_to: int | None,
 ) -> dict[str, Description]:
     train = _Split(folder, name, len(tokenizer))
     held = _Split(folder, name + HOLDOUT_SUFFIX, len(tokenizer)) if holdout else None
     with open(folder / f"{name}{HOLDOUT_SUFFIX}.jsonl", "w", encoding="utf-8") as texts:
         for encoded in encode(documents, tokenizer):
+            if pad_to is not None:
+                encoded = padded(encoded, pad_to, tokenizer.pad_token_id)
             if held and _is_held_out(encoded, holdout):
                 held.add(encoded)
                 texts.write(json.dumps(_record(encoded)) + "\n")

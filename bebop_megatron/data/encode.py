@@ -10,7 +10,7 @@ model is prompted and goes on by itself, and no token straddles it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from typing import Any
 
@@ -61,6 +61,22 @@ def encode(documents: Iterable[Document], tokenizer: Any) -> Iterator[Encoded]:
                 pieces.append(([tokenizer.eos_token_id], is_target))
             tokens, mask = _concatenate(pieces)
             yield Encoded(document, segments, tokens, mask)
+
+
+def padded(encoded: Encoded, length: int, pad: int) -> Encoded:
+    """The document with exactly `length` tokens; what is added is no target.
+
+    Raises:
+        ValueError: it has more.
+    """
+    missing = length - len(encoded.tokens)
+    if missing < 0:
+        raise ValueError(
+            f"{encoded.document.source} has {len(encoded.tokens)} tokens, more than the {length} that every document "
+            "is padded to: allow more, or shorten it"
+        )
+    tokens = np.pad(encoded.tokens, (0, missing), constant_values=pad)
+    return replace(encoded, tokens=tokens, mask=np.pad(encoded.mask, (0, missing)))
 
 
 def _ids(texts: list[str], tokenizer: Any) -> list[list[int]]:

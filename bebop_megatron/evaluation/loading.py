@@ -99,7 +99,7 @@ def _argv(path: str, iteration: int | None, tensor_parallel: int | None) -> list
     ]
 
 
-def _architecture(args: Any, trained: Any) -> None:
+def take_architecture(args: Any, trained: Any) -> None:
     """Copy the model's shape from the checkpoint's arguments.
 
     Megatron's `--use-checkpoint-args` copies a list of names that leaves out, among others, `qk_layernorm`
@@ -133,7 +133,7 @@ def _arguments(path: str, iteration: int | None, with_mtp: bool, tensor_parallel
     if not isinstance(loaded, tuple):
         raise ValueError(f"{path} does not hold the arguments it was trained with, so its model's shape is unknown")
     args, trained = loaded
-    _architecture(args, trained)
+    take_architecture(args, trained)
     if not with_mtp:
         args.mtp_num_layers = None
     if args.padded_vocab_size % args.tensor_model_parallel_size:

@@ -43,6 +43,23 @@ def checkpoint_keys(root: str | Path) -> set[str]:
     return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
+def weight_bytes(root: str | Path) -> int:
+    """Size of the newest checkpoint's parameters, optimizer state not counted.
+
+    Raises:
+        ValueError: not a checkpoint, or not in the `torch_dist` format.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    checkpoint_keys(root)
+    described = FileSystemReader(latest_iteration_dir(root)).read_metadata().state_dict_metadata
+    return sum(
+        tensor.size.numel() * tensor.properties.dtype.itemsize
+        for key, tensor in described.items()
+        if hasattr(tensor, "size") and not key.startswith(("optimizer", "rng_state", "chained_"))
+    )
+
+
 def has_mtp_weights(root: str | Path) -> bool:
     """Whether the newest checkpoint below `root` holds MTP layers."""
     # optimizer states repeat the parameter's name behind a prefix

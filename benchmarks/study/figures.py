@@ -215,7 +215,8 @@ _ARMS: dict[str, Callable[[Any, Sequence[Row], str], None]] = {
 }
 
 
-def _save(figure: Any, folder: Path, name: str) -> list[Path]:
+def save(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG and SVG, all of it or nothing; returns the files."""
     from bebop_megatron.evaluation.results import replacing
 
     files = []
@@ -270,5 +271,5 @@ def draw(rows: Sequence[Row], folder: Path, prefix: str = "") -> list[Path]:
     for name, chosen, width, height, columns, legend in plans:
         if chosen:
             figure = _figure(chosen, rows, width, height, min(columns, len(chosen)), legend)
-            files += _save(figure, folder, prefix + name)
+            files += save(figure, folder, prefix + name)
     return files

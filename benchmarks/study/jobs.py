@@ -30,6 +30,25 @@ class Job:
     cells: tuple[Cell, ...] = ()
 
 
+def claim(output: Path, size: Any) -> None:
+    """Write down what sizes a study's folder is for.
+
+    Raises:
+        ValueError: it holds a study of other sizes.
+    """
+    from bebop_megatron.evaluation.results import write_json
+
+    file, wanted = output / "settings.json", json.loads(json.dumps(asdict(size)))
+    if not file.is_file():
+        write_json(file, wanted)
+    elif (found := json.loads(file.read_text())) != wanted:
+        names = ", ".join(name for name in sorted(wanted) if found.get(name) != wanted[name])
+        raise ValueError(
+            f"{output} holds a study of another size ({names} differ): continue it with the options it was "
+            "started with, or choose another --output"
+        )
+
+
 @dataclass(frozen=True)
 class Study:
     """A study in its folder: everything that is there already is not made again.
@@ -44,17 +63,7 @@ class Study:
     gsm8k: Path | None = None
 
     def __post_init__(self) -> None:
-        from bebop_megatron.evaluation.results import write_json
-
-        file, wanted = self.output / "settings.json", json.loads(json.dumps(asdict(self.size)))
-        if not file.is_file():
-            write_json(file, wanted)
-        elif (found := json.loads(file.read_text())) != wanted:
-            names = ", ".join(name for name in sorted(wanted) if found.get(name) != wanted[name])
-            raise ValueError(
-                f"{self.output} holds a study of another size ({names} differ): continue it with the options it was "
-                "started with, or choose another --output"
-            )
+        claim(self.output, self.size)
 
     @property
     def cells(self) -> list[Cell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,34 @@ def _markdown(table: Table, level: int) -> list[str]:
     return [*lines, ""]
 
 
-def markdown(rows: Sequence[Row], level: int = 2) -> str:
+def markdown_of(
+    found: Sequence[Table], said: Sequence[str], level: int = 2, title: str = "Paired differences, with 95% intervals"
+) -> str:
     """Every table, then the sentences."""
-    lines = [line for table in tables(rows) for line in _markdown(table, level)]
-    said = readings(rows)
+    lines = [line for table in found for line in _markdown(table, level)]
     if said:
-        lines += [f"{'#' * level} Paired differences, with 95% intervals", "", *(f"- {sentence}" for sentence in said)]
+        lines += [f"{'#' * level} {title}", "", *(f"- {sentence}" for sentence in said)]
     return "\n".join(lines).strip()
 
 
+def markdown(rows: Sequence[Row], level: int = 2) -> str:
+    """Every table of the study, then its sentences."""
+    return markdown_of(tables(rows), readings(rows), level)
+
+
 def show(rows: Sequence[Row]) -> None:
+    """Tables and sentences of the study on the terminal."""
+    show_tables(tables(rows), readings(rows))
+
+
+def show_tables(found: Sequence[Table], said: Sequence[str]) -> None:
     """Tables and sentences on the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as View
 
     console = Console()
-    for table in tables(rows):
+    for table in found:
         view = View(
             title=table.title,
             caption=table.note,
@@ -50,13 +61,13 @@ def show(rows: Sequence[Row]) -> None:
             caption_justify="left",
         )
         for name in table.header:
-            view.add_column(name, justify="right" if name not in ("loss", "rule") else "left", no_wrap=True)
+            view.add_column(name, justify="right" if name not in ("loss", "rule", "arm") else "left", no_wrap=True)
         for row in table.rows:
             view.add_row(*row)
         unbounded = console.options.update(width=10_000)
         console.width = max(console.width, console.measure(view, options=unbounded).maximum)
         console.print(view)
-    for sentence in readings(rows):
+    for sentence in said:
         console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
@@ -79,8 +90,8 @@ def block(data: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n" + markdown(data["results"], level=3)
 
 
-def update_document(document: Path, file: Path) -> None:
-    """Replace the measured block by that of a data file.
+def update_document(document: Path, file: Path, written: Callable[[dict[str, Any], str], str] = block) -> None:
+    """Replace the measured block by what `written` makes of a data file and its name.
 
     Raises:
         ValueError: the document has no such block.
@@ -89,7 +100,7 @@ def update_document(document: Path, file: Path) -> None:
 
     data, text = json.loads(file.read_text()), document.read_text()
     begin, end = f"<!-- study:begin {file.stem} -->\n", "\n<!-- study:end -->"
-    new, count = _BLOCK.subn(lambda _: begin + block(data, file.stem) + end, text)
+    new, count = _BLOCK.subn(lambda _: begin + written(data, file.stem) + end, text)
     if count != 1:
         raise ValueError(f"{document} must have one block between 'study:begin' and 'study:end'")
     with replacing(document) as partial:

@@ -13,10 +13,24 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from benchmarks.study.jobs import Job, Study
+from benchmarks.study.jobs import Job
 
 _POLL_SECONDS = 0.1
+
+
+class Work(Protocol):
+    """A study, as the runner sees it."""
+
+    @property
+    def output(self) -> Path: ...
+
+    def jobs(self) -> list[Job]: ...
+
+    def done(self, job: Job) -> bool: ...
+
+    def work(self, job: Job) -> None: ...
 
 
 def _free_port() -> int:
@@ -44,7 +58,7 @@ def warm_up() -> None:
         import bebop_megatron.pretrain  # noqa: F401
 
 
-def start(study: Study, job: Job, log: Path) -> int:
+def start(study: Work, job: Job, log: Path) -> int:
     """Fork a process that does the job and writes what it says to `log`; returns its id."""
     log.parent.mkdir(parents=True, exist_ok=True)
     port = str(_free_port())
@@ -116,7 +130,7 @@ class Runner:
     """Does the jobs of a study that are not done, in order, `workers` at a time."""
 
     def __init__(
-        self, study: Study, workers: int, say: Callable[[str], None], outcome: Callable[[Job], str] | None = None
+        self, study: Work, workers: int, say: Callable[[str], None], outcome: Callable[[Job], str] | None = None
     ) -> None:
         self.study, self.workers, self.say = study, workers, say
         self.outcome = outcome or (lambda job: "done")

@@ -1,0 +1,1 @@
+"""Asynchronous GRPO: rollout workers decode speculatively while a Megatron learner trains."""

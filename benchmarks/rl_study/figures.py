@@ -1,0 +1,220 @@
+"""Draws the study: acceptance against step and entropy, reward, time, and a trace of who works when; PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bebop_megatron.evaluation.figure import plain
+from benchmarks.rl_study.plan import BASELINE
+from benchmarks.rl_study.results import (
+    arms_of,
+    over_seeds,
+    seeds_of,
+    series,
+    slope,
+    smooth,
+    speed,
+    trace_of,
+)
+from benchmarks.rl_study.tables import GOAL
+from benchmarks.study.figures import save
+from benchmarks.study.results import Row, select
+
+# Okabe-Ito: told apart under every common colour blindness
+STYLES = {
+    BASELINE: ("#000000", "-"),
+    "to-ce": ("#56B4E9", "--"),
+    "rs-ce": ("#999999", "-"),
+    "rs-tv-frozen": ("#D55E00", "-"),
+    "rs-tv-online-tv": ("#009E73", "-"),
+    "rs-tv-online-ce": ("#CC79A7", "-"),
+}
+_EVENTS = {"decode": "#D55E00", "rollout": "#D55E00", "reward": "#E69F00", "probe": "#F0E442", "wait": "#EEEEEE"}
+_TRACE_SECONDS = 30.0
+
+
+def _drafting(rows: Sequence[Row]) -> list[str]:
+    return [arm for arm in arms_of(rows) if arm != BASELINE]
+
+
+def _acceptance(axis: Any, rows: Sequence[Row]) -> None:
+    for arm in _drafting(rows):
+        steps, numbers = series(rows, arm, "accept_length")
+        color, style = STYLES[arm]
+        axis.plot(steps, smooth(numbers), color=color, linestyle=style, linewidth=1.4, label=arm)
+    axis.set_xlabel("RL step", fontsize=8)
+    axis.set_ylabel("accept length (mean of five steps)", fontsize=8)
+    axis.legend(fontsize=6, frameon=False)
+    plain(axis)
+
+
+def _entropy(axis: Any, rows: Sequence[Row]) -> None:
+    for arm in arms_of(rows):
+        steps, numbers = series(rows, arm, "entropy")
+        color, style = STYLES[arm]
+        axis.plot(steps, smooth(numbers), color=color, linestyle=style, linewidth=1.2, label=arm)
+    axis.set_xlabel("RL step", fontsize=8)
+    axis.set_ylabel("entropy of the policy, nats per token", fontsize=8)
+    plain(axis)
+
+
+def _slopes(axis: Any, rows: Sequence[Row]) -> None:
+    for arm in _drafting(rows):
+        found, (color, style) = [row for row in select(rows, arm=arm) if row["accept_length"] is not None], STYLES[arm]
+        entropy = [row["entropy"] for row in found]
+        axis.plot(entropy, [row["accept_length"] for row in found], ".", color=color, markersize=3, alpha=0.5)
+        fit = slope(rows, arm)
+        if fit is not None:
+            ends = (min(entropy), max(entropy))
+            label = f"{arm} ({fit.slope.value:+.2f} per nat)"
+            axis.plot(
+                ends,
+                [fit.intercept + fit.slope.value * x for x in ends],
+                color=color,
+                linestyle=style,
+                linewidth=1.4,
+                label=label,
+            )
+    axis.set_xlabel("entropy of the policy, nats per token", fontsize=8)
+    axis.set_ylabel("accept length of the step", fontsize=8)
+    axis.legend(fontsize=6, frameon=False)
+    plain(axis)
+
+
+def _reward(axis: Any, rows: Sequence[Row]) -> None:
+    for arm in arms_of(rows):
+        color, style = STYLES[arm]
+        for seed in seeds_of(rows, arm):
+            mine = sorted(select(rows, arm=arm, seed=seed), key=lambda row: row["step"])
+            axis.plot(
+                [row["step"] for row in mine],
+                smooth([row["reward"] for row in mine]),
+                color=color,
+                linewidth=0.5,
+                alpha=0.45,
+            )
+        steps, numbers = series(rows, arm, "reward")
+        axis.plot(steps, smooth(numbers), color=color, linestyle=style, linewidth=1.4, label=arm)
+    axis.set_xlabel("RL step (thin: seeds)", fontsize=8)
+    axis.set_ylabel("reward (mean of five steps)", fontsize=8)
+    axis.legend(fontsize=6, frameon=False)
+    plain(axis)
+
+
+def _times(axis: Any, rows: Sequence[Row]) -> None:
+    arms = arms_of(rows)
+    names = ("step_seconds", "rollout_seconds", "learner_seconds")
+    for number, (name, color) in enumerate(zip(names, ("#0072B2", "#D55E00", "#009E73"), strict=True)):
+        for at, arm in enumerate(arms):
+            value = getattr(speed(rows, arm), name)
+            label = name.removesuffix("_seconds") if at == 0 else None
+            axis.bar(at + (number - 1) * 0.27, value, 0.25, color=color, edgecolor="black", linewidth=0.4, label=label)
+    axis.set_xticks(range(len(arms)), [arm.replace("rs-tv-", "rs-tv-\n") for arm in arms])
+    axis.set_ylabel("seconds a step (median)", fontsize=8)
+    axis.legend(fontsize=6, frameon=False)
+    plain(axis)
+    axis.tick_params(axis="x", labelsize=6)
+
+
+def _speedup(axis: Any, rows: Sequence[Row]) -> None:
+    arms = _drafting(rows)
+    for at, arm in enumerate(arms):
+        found = speed(rows, arm)
+        for shift, ratio, color, label in (
+            (-0.2, found.end_to_end, "#0072B2", "end to end"),
+            (0.2, found.rollout, "#D55E00", "decoding, for each token"),
+        ):
+            if ratio is None:
+                continue
+            axis.bar(
+                at + shift,
+                ratio.value,
+                0.36,
+                color=color,
+                edgecolor="black",
+                linewidth=0.4,
+                label=label if at == 0 else None,
+            )
+            axis.annotate(
+                f"{ratio.value:.2f}",
+                (at + shift, ratio.value),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6,
+            )
+        length = over_seeds(rows, arm, "accept_length")
+        if length is not None:
+            axis.plot(at, length.value, "kD", markersize=4, label="accept length" if at == 0 else None)
+    axis.axhline(GOAL, color="black", linestyle=":", linewidth=1, label=f"goal, {GOAL}")
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(arms)), [arm.replace("rs-tv-", "rs-tv-\n") for arm in arms])
+    axis.set_ylabel(f"times as fast as {BASELINE}", fontsize=8)
+    axis.legend(fontsize=6, frameon=False)
+    plain(axis)
+    axis.tick_params(axis="x", labelsize=6)
+
+
+def _trace(axis: Any, events: Sequence[dict[str, Any]], title: str) -> None:
+    start, found = trace_of(events, _TRACE_SECONDS)
+    actors = sorted({event["actor"] for event in found})
+    spare = iter(("#0072B2", "#009E73", "#56B4E9", "#CC79A7", "#5B5EA6", "#7F4F24", "#999999"))
+    colors: dict[str, str] = {}
+    for event in sorted(found, key=lambda event: event["begin"]):
+        kind = event["event"]
+        fresh = kind not in colors
+        if fresh:
+            colors[kind] = _EVENTS.get(kind) or next(spare, "#999999")
+        axis.barh(
+            actors.index(event["actor"]),
+            event["end"] - event["begin"],
+            0.6,
+            left=event["begin"] - start,
+            color=colors[kind],
+            edgecolor="black",
+            linewidth=0.2,
+            label=kind if fresh else None,
+        )
+    axis.set_yticks(range(len(actors)), actors)
+    axis.set_xlim(0, _TRACE_SECONDS)
+    axis.set_xlabel("seconds, from the middle of the run", fontsize=8)
+    axis.set_title(title, fontsize=9)
+    axis.legend(fontsize=6, frameon=False, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1.12))
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # a Figure of its own: no global state, no display
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def draw(rows: Sequence[Row], events: dict[str, list[dict[str, Any]]], folder: Path, prefix: str = "") -> list[Path]:
+    """Draw what was measured, and the traces by arm; returns the files."""
+    plans: list[tuple[str, list[Any]]] = [
+        ("acceptance", [_acceptance, _slopes]),
+        ("reward", [_reward, _entropy]),
+        ("time", [_times, _speedup]),
+    ]
+    files = []
+    for name, panels in plans:
+        if name == "acceptance" and not _drafting(rows):
+            continue
+        figure, axes = _figure(4.8, 3.4, 1, len(panels))
+        for axis, panel in zip(axes, panels, strict=True):
+            panel(axis, rows)
+        files += save(figure, folder, prefix + name)
+    found = {arm: mine for arm, mine in events.items() if mine}
+    if found:
+        figure, axes = _figure(9.6, 1.9, len(found), 1)
+        for axis, (arm, mine) in zip(axes, found.items(), strict=True):
+            _trace(axis, mine, arm)
+        files += save(figure, folder, prefix + "trace")
+    return files
