@@ -129,7 +129,7 @@ def _depth(axis: Any, rows: Sequence[Row], domain: str) -> None:
     low, high = min(min(line) for line in table), max(max(line) for line in table)
     for y, line in enumerate(table):
         for x, length in enumerate(line):
-            dark = length - low > 0.6 * (high - low)
+            dark = length - low > 0.55 * (high - low)
             axis.text(x, y, f"{length:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black")
     axis.set_xticks(range(len(gammas)), gammas)
     axis.set_yticks(range(len(depths)), depths)
