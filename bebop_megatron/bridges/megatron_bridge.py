@@ -6,8 +6,8 @@ callbacks = adapt(cfg, ObjectiveConfig(loss="tv"), FreezeConfig(schedule="backbo
 pretrain(cfg, forward_step, callbacks=callbacks)
 ```
 
-`cfg` is Bridge's `ConfigContainer`, its model a provider or a model config. Use our `forward_step`: Bridge's own keeps the
-loss mask from the model, and the MTP head would train on prompts and padding.
+`cfg` is Bridge's `ConfigContainer`, its model a provider or a model config. Use our `forward_step`: Bridge's own keeps
+the loss mask from the model, and the MTP head would train on prompts and padding.
 """
 
 from __future__ import annotations
