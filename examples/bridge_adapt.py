@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 8 examples/bridge_adapt.py qwen3_5 hf=Qwen/Qwen3.5-35B-A3B \
       checkpoint.pretrained_checkpoint=CKPT checkpoint.save=ADAPTED checkpoint.load=ADAPTED dataset.data_path=DATA
 
-The first word is a recipe (qwen3, qwen3_next, qwen3_5) or a YAML file of your own, every other one a setting of it. CKPT is
-a checkpoint with MTP weights: `python -m bebop_megatron.convert import` makes one. `--cpu` rehearses a tiny model
-without a GPU.
+The first word is a recipe (qwen3, qwen3_next, qwen3_5) or a YAML file of your own, every other one a setting of it.
+CKPT is a checkpoint with MTP weights: `python -m bebop_megatron.convert import --model gpt` makes one. `--cpu` rehearses
+a tiny model without a GPU.
 """
 
 from __future__ import annotations

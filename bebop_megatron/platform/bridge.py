@@ -1,9 +1,9 @@
 """Megatron Bridge on a CPU: three packages that it imports and a CPU run never uses, and a CPU's settings.
 
-`transformer_engine` and `nvidia_resiliency_ext` (its recent releases) have no build without CUDA; `megatron.energon` loads
-multimodal data from object stores and brings their clients. All stand at the top of Bridge's own modules. While Bridge
-is imported, placeholders satisfy these imports. They are taken away again afterwards: whoever asks later whether the
-packages are there gets a true answer. Using anything of a placeholder is an error that says so.
+`transformer_engine` and `nvidia_resiliency_ext` (its recent releases) have no build without CUDA; `megatron.energon`
+loads multimodal data from object stores and brings their clients. All stand at the top of Bridge's own modules. While
+Bridge is imported, placeholders satisfy these imports. They are taken away again afterwards: whoever asks later whether
+the packages are there gets a true answer. Using anything of a placeholder is an error that says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs `examples/bridge_adapt.py` several times: Bridge is imported once, and every run is a fork of that process.
 
-Reads `{name: [argument, ...]}` from standard input and writes NAME.log and codes.json into the folder it is given. A first
-argument `stock` runs with Bridge's own forward step instead of ours, `build` builds a recipe and trains nothing.
+Reads `{name: [argument, ...]}` from standard input and writes NAME.log and codes.json into the folder it is given. The
+first argument says how: `run`, `stock` (with Bridge's own forward step), or `build` (a recipe, without training).
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ ddp.overlap_grad_reduce=false ddp.overlap_param_gather=false tokenizer.tokenizer
 tokenizer.tokenizer_model=null tokenizer.vocab_size=95""".split()
 PLAIN_ADAM = ["ddp.use_distributed_optimizer=false", "optimizer.use_distributed_optimizer=false"]
 ONE_EXPERT_RANK = ["model.expert_model_parallel_size=1"]
-MEGATRON = """--seq-length 32 --vocab-size 96 --make-vocab-size-divisible-by 96 --split 100,0,0 --eval-iters 0 --weight-decay 0
---mtp-loss-scaling-factor 1.0 --mtp-loss tv --mtp-attention chain --train-iters 6""".split()
+MEGATRON = """--seq-length 32 --vocab-size 96 --make-vocab-size-divisible-by 96 --split 100,0,0 --eval-iters 0
+--weight-decay 0 --mtp-loss-scaling-factor 1.0 --mtp-loss tv --mtp-attention chain --train-iters 6""".split()
 
 
 class Runs:
