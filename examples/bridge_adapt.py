@@ -4,8 +4,8 @@
       checkpoint.pretrained_checkpoint=CKPT checkpoint.save=ADAPTED checkpoint.load=ADAPTED dataset.data_path=DATA
 
 The first word is a recipe (qwen3, qwen3_next, qwen3_5) or a YAML file of your own, every other one a setting of it.
-CKPT is a checkpoint with MTP weights: `python -m bebop_megatron.convert import --model gpt` makes one. `--cpu` rehearses
-a tiny model without a GPU.
+CKPT is a checkpoint with MTP weights: `python -m bebop_megatron.convert import --model gpt` makes one. `--cpu`
+rehearses a tiny model without a GPU.
 """
 
 from __future__ import annotations
