@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze
-.PHONY: rl-study rl-study-quick wheel docs format clean
+# every target that says what it does
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,15 @@ test: $(READY) ## Run the whole test suite
 
 test-fast: $(READY) ## Run the tests that need neither several processes nor half a minute
 	$(BIN)/python -m pytest -m "not dist and not slow"
+
+bridge-check: .venv-bridge/.ready ## Train through Megatron Bridge on a CPU and compare with Megatron's own loop
+	OMP_NUM_THREADS=1 .venv-bridge/bin/python -m pytest -p no:cacheprovider tests/bridges/test_megatron_bridge.py
+
+.venv-bridge/.ready: pyproject.toml .ci/constraints.txt .ci/bridge.txt
+	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && { [ -x .venv-bridge/bin/python ] || "$$python" -m venv .venv-bridge; }
+	.venv-bridge/bin/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train]' -r .ci/bridge.txt
+	.venv-bridge/bin/python -m pip install --quiet --progress-bar off --no-deps megatron-bridge==0.6.2
+	@touch $@
 
 check: $(READY) ## Lint, formatting and types
 	$(BIN)/ruff check .
