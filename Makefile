@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze rl-study rl-study-quick format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze
+.PHONY: rl-study rl-study-quick wheel docs format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +18,7 @@ setup: $(READY) ## Make the virtual environment .venv (Python 3.12) and install 
 $(READY): pyproject.toml .ci/constraints.txt
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && echo "using $$python" && \
 	  { [ -x $(BIN)/python ] || "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,rl,dev]'
+	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,rl,dev,docs]'
 	@touch $@
 
 demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten minutes): runs/demo/
@@ -61,9 +62,17 @@ rl-study-quick: $(READY) ## The same, small and fast, into runs/rl_study-quick/ 
 bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
 	$(BIN)/python -m benchmarks.decoding
 
+docs: $(READY) ## Write the API reference: docs/api/index.html
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore docs/reference.py
+
+wheel: $(READY) ## Build the package into dist/
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## Remove what runs and builds left behind (keeps .venv)
-	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf runs build dist docs/api *.egg-info .pytest_cache .ruff_cache

@@ -75,6 +75,7 @@ class EntropyCurve:
     def from_state(cls, state: Tensor, edges: Sequence[float] = EDGES) -> EntropyCurve:
         """The curve of a state, or of a sum of states.
 
+        Shape: state as `state` gives it.
         Raises:
             ValueError: a state of other edges.
         """

@@ -46,7 +46,8 @@ def arguments(provider: Provider | None = None) -> Provider:
 def use(args: Any, config: Any) -> Any:
     """Have the model of a GPTModelConfig or HybridModelConfig trained as our flags say; returns the config.
 
-    Ends the program with one line where the flags do not go together.
+    Raises:
+        SystemExit: the flags do not go together; one line says why.
     """
     try:
         if args.hybrid_context_parallel and args.mtp_loss is not None:

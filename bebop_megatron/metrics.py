@@ -28,26 +28,35 @@ CURVES = ("rejection", "target-only")
 
 
 class RowStatistics(Protocol):
-    """What one batch says of each (depth, anchor): [k, n], float32 or bool; None where it is not known.
-
-    `alpha` = sum min(p, q), `p_argmax_q` = p(argmax q), `greedy_target`: argmax q = argmax p, `greedy_label`:
-    argmax q = label; entropies and KL(p|q) in nats.
-    """
+    """What one batch says of each (depth, anchor), float32 or bool; None where it is not known."""
 
     @property
-    def alpha(self) -> Tensor | None: ...
+    def alpha(self) -> Tensor | None:
+        """Acceptance under rejection, sum min(p, q): [k, n]."""
+
     @property
-    def p_argmax_q(self) -> Tensor | None: ...
+    def p_argmax_q(self) -> Tensor | None:
+        """Acceptance under target-only, p(argmax q): [k, n]."""
+
     @property
-    def greedy_target(self) -> Tensor | None: ...
+    def greedy_target(self) -> Tensor | None:
+        """Whether argmax q = argmax p: [k, n]."""
+
     @property
-    def greedy_label(self) -> Tensor | None: ...
+    def greedy_label(self) -> Tensor | None:
+        """Whether argmax q = label: [k, n]."""
+
     @property
-    def target_entropy(self) -> Tensor | None: ...
+    def target_entropy(self) -> Tensor | None:
+        """H(p) in nats: [k, n]."""
+
     @property
-    def draft_entropy(self) -> Tensor | None: ...
+    def draft_entropy(self) -> Tensor | None:
+        """H(q) in nats: [k, n]."""
+
     @property
-    def kl(self) -> Tensor | None: ...
+    def kl(self) -> Tensor | None:
+        """KL(p‖q) in nats: [k, n]."""
 
 
 class AcceptanceMeter:
@@ -101,7 +110,10 @@ class AcceptanceMeter:
         return torch.cat([sums, *(curve.state().to(sums.device) for curve in self._curves)])
 
     def curves(self, state: Tensor | None = None) -> dict[str, EntropyCurve]:
-        """Acceptance against target entropy for each rule of `CURVES`, of a state or of this meter's own."""
+        """Acceptance against target entropy for each rule of `CURVES`, of a state or of this meter's own.
+
+        Shape: state as `state` gives it.
+        """
         whole = self.state() if state is None else state
         parts = whole[self._table_size() :].chunk(len(CURVES))
         return {rule: EntropyCurve.from_state(part) for rule, part in zip(CURVES, parts, strict=True)}
@@ -117,6 +129,8 @@ class AcceptanceMeter:
 
         With `per_depth`, `mtp accept/<rule>/<depth>`, `mtp accept-prefix/<rule>/<depth>` and the binned curves
         `mtp entropy bin/<rule>/<low>-<high>` as well.
+
+        Shape: state as `state` gives it.
         """
         whole = (self.state() if state is None else state).cpu()
         table = whole[: self._table_size()].reshape(-1, self.num_depths, 2).tolist()

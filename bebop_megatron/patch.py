@@ -17,7 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-PATCHES = Path(__file__).resolve().parent.parent / "patches"
+# in the repository a link to its top level, in an installed package a folder
+PATCHES = Path(__file__).resolve().parent / "patches"
 # a user's own settings must change neither line ends nor what counts as equal
 _SETTINGS = ("core.autocrlf=false", "apply.whitespace=nowarn", "apply.ignoreWhitespace=no")
 
@@ -252,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="one patch alone (may be repeated): pretrain_gpt"
     )
-    parser.add_argument("--patches", type=Path, default=PATCHES, help="folder of patches (default: this repository's)")
+    parser.add_argument("--patches", type=Path, default=PATCHES, help="folder of patches (default: our own)")
     parser.add_argument("action", choices=("check", "apply", "revert"), help="check writes nothing")
     options = parser.parse_args(arguments)
     try:

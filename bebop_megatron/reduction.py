@@ -36,7 +36,7 @@ class StepCounts:
         return torch.where(self.anchors > 0, 1.0 / self.anchors.clamp(min=1), 0.0).float()
 
     def megatron_divisor(self, per_token_loss: bool, replicas: int) -> Tensor:
-        """What Megatron will divide the attached loss by; `replicas` counts data x context parallel ranks."""
+        """What Megatron will divide the attached loss by, [] float32; `replicas`: data x context parallel ranks."""
         if per_token_loss:
             return self.tokens.clamp(min=1).float()
         return torch.tensor(float(self.num_microbatches * replicas), device=self.anchors.device)
@@ -45,6 +45,7 @@ class StepCounts:
 def local_counts(valid: Tensor, num_tokens: Tensor, horizon: str, group: Any = None) -> StepCounts:
     """Counts of one micro-batch alone: Megatron's own normalisation, exact when micro-batches count alike.
 
+    Shape: valid [k, n] bool, num_tokens [].
     Collectives: with a context-parallel `group` that holds parts of the micro-batch, one all-reduce of [k + 1] over it.
     """
     counts = torch.cat([anchors(valid, horizon).double(), num_tokens.double().view(1)])
@@ -91,6 +92,7 @@ def global_counts(
 ) -> StepCounts | None:
     """Add up `batch_counts` over the ranks; None where any rank could not read its batches.
 
+    Shape: local [2 + k] float64.
     Collectives: one all-reduce of [2 + k] over the data-parallel group, one broadcast over the tensor-parallel group
     (only its first rank reads data).
     """

@@ -1,81 +1,69 @@
-"""Runs the training entry point several times from one interpreter: imports are paid once, each run is a fork of it."""
+"""Runs modules as `python -m` and torchrun would, as forks of one process that has paid for Megatron's import."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
+import runpy
 import socket
-import subprocess
 import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
-from tests.launch import MODEL, ROOT, RUN
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.preload"])
 
 
+@dataclass(frozen=True)
 class Run:
-    """What one run printed and how it ended."""
+    """What a run printed, on all of its processes, and how it ended."""
 
-    def __init__(self, returncode: int, output: str) -> None:
-        self.returncode = returncode
-        self.output = output
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        """Both streams."""
+        return self.stdout + self.stderr
 
     def succeeded(self) -> str:
-        """Its output.
+        """Its standard output.
 
         Raises:
             AssertionError: it failed; with the end of what it printed.
         """
         assert self.returncode == 0, self.output[-4000:]
-        return self.output
+        return self.stdout
 
 
-def pretrain_all(folder: Path, *runs: list[str]) -> list[Run]:
-    """Run `bebop_megatron.pretrain` on the CPU once for each list of flags, one after another, in one process each."""
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    environment |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    specification = json.dumps([[*MODEL, *RUN, "--mock-data", *flags] for flags in runs])
-    subprocess.run(
-        [sys.executable, "-m", "tests.forks", str(folder)],
-        input=specification,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=1200,
-        check=True,
-    )
-    codes = json.loads((folder / "codes.json").read_text())
-    return [Run(code, (folder / f"{i}.log").read_text()) for i, code in enumerate(codes)]
-
-
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def _fork(arguments: list[str], log: Path) -> int:
-    os.environ["MASTER_PORT"] = str(_free_port())
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
+def _main(module: str, arguments: Sequence[str], environment: dict[str, str], folder: str, streams: str) -> None:
+    os.environ |= environment
+    os.chdir(folder)
+    for handle, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{streams}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
     code = 1
     try:
-        from bebop_megatron import pretrain
-
-        sys.argv = ["pretrain", *arguments]
-        pretrain.main()
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if code and not isinstance(end.code, int):
-            print(end.code)
-    except BaseException:  # noqa: BLE001 - the parent must hear of whatever ended the run
-        import traceback
-
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - the test must hear of whatever ended the run
         traceback.print_exc()
     finally:
         # the checkpoint writer's process does not notice an exit that skips the interpreter's own
@@ -87,18 +75,40 @@ def _fork(arguments: list[str], log: Path) -> int:
         os._exit(code)
 
 
-def main() -> None:
-    """Fork the runs that standard input asks for."""
-    folder = Path(sys.argv[1])
-    runs = json.loads(sys.stdin.read())
-    from bebop_megatron.platform import enter
+def run_module(module: str, *arguments: str, processes: int = 0, timeout: float = 300, **environment: str) -> Run:
+    """Run `module` as the main program, from the working directory of the caller, to its end.
 
-    enter()
-    import megatron.training.training  # noqa: F401 - paid once for all runs
+    With `processes`, as under torchrun: that many ranks, of which the first that fails ends the others, and its status
+    is the run's. Without, as a program that nobody launches.
 
-    codes = [_fork(arguments, folder / f"{i}.log") for i, arguments in enumerate(runs)]
-    (folder / "codes.json").write_text(json.dumps(codes))
-
-
-if __name__ == "__main__":
-    main()
+    Raises:
+        TimeoutError: it took longer than `timeout` seconds.
+    """
+    if processes:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    names = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)] or [{}]
+    with tempfile.TemporaryDirectory() as streams:
+        ranks = [
+            SERVER.Process(
+                target=_main,
+                args=(module, arguments, environment | name, os.getcwd(), streams),
+            )
+            for name in names
+        ]
+        for rank in ranks:
+            rank.start()
+        code, deadline = 0, time.monotonic() + timeout
+        while any(rank.is_alive() for rank in ranks):
+            connection.wait([rank.sentinel for rank in ranks if rank.is_alive()], timeout=1)
+            failed = [rank.exitcode for rank in ranks if rank.exitcode]
+            late = time.monotonic() > deadline
+            if failed or late:
+                code = code or (failed[0] if failed else 1)
+                for rank in ranks:
+                    rank.kill()
+                    rank.join()
+            if late:
+                raise TimeoutError(f"{module} took more than {timeout} s")
+        code = code or max(rank.exitcode or 0 for rank in ranks)
+        text = [(Path(streams) / name).read_text() for name in ("stdout", "stderr")]
+    return Run(code, *text)

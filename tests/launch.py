@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.forks import Run, run_module
+
 ROOT = Path(__file__).resolve().parent.parent
 
 MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -21,27 +23,22 @@ RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accum
 --eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 95""".split()
 
 
-def _launch(
-    arguments: tuple[str, ...], processes: int, mock_data: bool = True, model: list[str] = MODEL
-) -> tuple[list[str], dict[str, Any]]:
+def _flags(arguments: tuple[str, ...], mock_data: bool = True, model: list[str] = MODEL) -> list[str]:
+    return [*model, *RUN, *(["--mock-data"] if mock_data else []), *arguments]
+
+
+def pretrain(*arguments: str, processes: int = 1, mock_data: bool = True, model: list[str] = MODEL) -> Run:
+    """Run the training entry point to its end."""
+    return run_module("bebop_megatron.pretrain", *_flags(arguments, mock_data, model), processes=processes)
+
+
+def start(*arguments: str, processes: int = 1) -> subprocess.Popen[str]:
+    """Start the training entry point under torchrun and return while it runs; its output is one stream."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "bebop_megatron.pretrain", *model, *RUN, *(["--mock-data"] if mock_data else []), *arguments]
+    command += ["-m", "bebop_megatron.pretrain", *_flags(arguments)]
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    return command, {"text": True, "cwd": ROOT, "env": environment}
-
-
-def pretrain(
-    *arguments: str, processes: int = 1, timeout: int = 240, mock_data: bool = True, model: list[str] = MODEL
-) -> subprocess.CompletedProcess[str]:
-    """Run the training entry point under torchrun on a free local port, to its end."""
-    command, options = _launch(arguments, processes, mock_data, model)
-    return subprocess.run(command, capture_output=True, timeout=timeout, check=False, **options)
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """Start the training entry point and return while it runs; its output is one stream."""
-    command, options = _launch(arguments, 1)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
 
 
 def log(output: str) -> dict[int, dict[str, str]]:

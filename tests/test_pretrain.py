@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bebop_megatron.mcore.checkpoints import checkpoint_keys, latest_iteration_dir
-from tests.forks import pretrain_all
 from tests.launch import log, pretrain, start
 
 FROZEN = {"adam": [], "distributed-optimizer": ["--use-distributed-optimizer"]}
@@ -45,13 +44,20 @@ def tensors(root):
     return state
 
 
+def under_torchrun(*flags, processes=1, status=0):
+    """What a run prints that is started as users start it; the other runs of this file are forks of a warm process."""
+    with start(*flags, processes=processes) as process:
+        output = process.communicate(timeout=300)[0]
+    assert process.returncode == status, output[-4000:]
+    return output
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Backbone and head trained together for six steps, saved at three and six."""
     root = tmp_path_factory.mktemp("base")
-    done = pretrain("--mtp-loss", "tv", "--train-iters", "6", "--save", str(root), "--save-interval", "3")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root, log(done.stdout)
+    output = under_torchrun("--mtp-loss", "tv", "--train-iters", "6", "--save", str(root), "--save-interval", "3")
+    return root, log(output)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,7 @@ def runs(base, tmp_path_factory):
     flags["saved without layers"] = [*plain, "--save", str(folder / "plain"), "--save-interval", "1"]
     flags["no weights"] = [*FROZEN_STAGE, "--pretrained-checkpoint", str(folder / "plain")]
     flags |= {message: ["--train-iters", "1", *bad] for message, bad in BAD.items()}
-    return dict(zip(flags, pretrain_all(folder, *flags.values()), strict=True)), folder
+    return {name: pretrain(*given) for name, given in flags.items()}, folder
 
 
 def test_log_line_has_objective_and_acceptance(base):
@@ -114,9 +120,7 @@ def test_frozen_backbone_is_bit_identical_and_head_moves(base, runs, name):
 
 def test_frozen_pipeline_stage_gives_the_single_process_losses(base, runs):
     flags = [*FROZEN_STAGE, "--pretrained-checkpoint", str(base[0]), "--pipeline-model-parallel-size", "2"]
-    two = pretrain(*flags, processes=2)
-    assert two.returncode == 0, two.stderr[-3000:]
-    one_log, two_log = log(runs[0]["frozen"].succeeded()), log(two.stdout)
+    one_log, two_log = log(runs[0]["frozen"].succeeded()), log(under_torchrun(*flags, processes=2))
     for iteration in (1, 2, 3):
         for name in ("lm loss", "mtp tv loss"):
             assert float(two_log[iteration][name]) == pytest.approx(float(one_log[iteration][name]), rel=1e-5)
@@ -173,6 +177,5 @@ def test_missing_data_file_is_named():
 
 
 def test_cpu_is_never_chosen_silently():
-    done = pretrain("--train-iters", "1", "--distributed-backend", "nccl")
-    assert done.returncode != 0
-    assert "add --distributed-backend gloo" in done.stderr
+    output = under_torchrun("--train-iters", "1", "--distributed-backend", "nccl", status=1)
+    assert "add --distributed-backend gloo" in output

@@ -38,7 +38,10 @@ class ContextShard:
     def of(
         cls, length: int, documents: Tensor | None, size: int, rank: int, layout: str, device: Any = None
     ) -> ContextShard:
-        """Cut whole sequences of `length`, or in zigzag each document of a packed one: documents [d + 1] cumulative."""
+        """Cut whole sequences of `length`, or in zigzag each document of a packed one.
+
+        Shape: documents [d + 1] int, cumulative lengths.
+        """
         if documents is None or layout == "contiguous" or size == 1:
             # built on the device: a copy from the host would wait for it
             bounds = torch.arange(2, device=device if documents is None else documents.device) * length
@@ -80,7 +83,10 @@ class ContextShard:
         return torch.where(row < starts[-1], position, self.length)
 
     def locate(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Who holds positions, and where: -> (rank, row there, number of the piece there, offset in the piece)."""
+        """Who holds positions, and where.
+
+        Shape: position int64, any shape -> rank, row there, number of the piece there, offset in the piece: the same.
+        """
         unit = torch.bucketize(position, self.bounds[1:], right=True).clamp(max=len(self.bounds) - 2)
         start, chunk = self.bounds[unit], self.chunk_lengths[unit]
         number = (position - start) // chunk

@@ -53,7 +53,10 @@ def chains(allowed: Tensor, position: Tensor, ends: Tensor) -> Tensor:
 
 
 def valid_entries(mask: Tensor, depths: int, bounds: Tensor | None = None, unpadded: Tensor | None = None) -> Tensor:
-    """Which (depth, anchor) count; the arguments of `align` -> [k, n] bool."""
+    """Which (depth, anchor) count.
+
+    Shape: as `align` takes them -> [k, n] bool.
+    """
     position, target = _targets(mask, depths)
     ends = torch.full_like(position, len(position))[None]
     if bounds is not None:

@@ -71,7 +71,10 @@ class ExpectedAcceptance:
         return self.known.all(1)
 
     def select(self, anchors: Tensor) -> ExpectedAcceptance:
-        """Some of the anchors: a mask [n] bool, or indices [m] int64."""
+        """Some of the anchors.
+
+        Shape: anchors [n] bool (a mask), or [m] int64 (indices).
+        """
         return ExpectedAcceptance(**{field.name: getattr(self, field.name)[anchors] for field in fields(self)})
 
     def step(self, rule: str) -> Tensor:

@@ -49,10 +49,12 @@ class GenerationResult:
     """Continuations, acceptance and time.
 
     Acceptance counts every draft of every verification, as engines do, also drafts behind a stop token or the
-    length limit. `counts` [sequences, gamma, 5] float64 holds sums over the verifications of a sequence: how
-    often step i was reached (steps before it accepted), how often accepted, and there the sum of acceptance
-    probabilities of the drafts and of alpha, the expectation of the former over drafts; last, how often step
-    i was drafted, which differs between steps with adaptive gamma only.
+    length limit.
+
+    Shape: counts [sequences, gamma, 5] float64, sums over the verifications of a sequence: how often step i was
+    reached (steps before it accepted), how often accepted, and there the sum of acceptance probabilities of the
+    drafts and of alpha, the expectation of the former over drafts; last, how often step i was drafted, which
+    differs between steps with adaptive gamma only.
     """
 
     sequences: list[Continuation]

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from bebop_megatron.platform import active as cpu_platform
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRow:
@@ -96,7 +98,7 @@ class EvaluationRow:
 def environment() -> dict[str, Any]:
     """Hardware, versions and date that a number was measured with."""
     out: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not cpu_platform():
         out["gpu"] = torch.cuda.get_device_name()
     out["python"] = platform.python_version()
     for package in ("torch", "megatron-core", "bebop-megatron"):

@@ -49,6 +49,8 @@ def reference_objective(
 
     Shape: draft_logits, target_logits [k, n, v], valid [k, n] bool, labels [k, n] int64 -> [].
     Gradient: autograd's, through draft_logits only.
+    Raises:
+        ValueError: an unknown objective.
     """
     k, n = valid.shape
     v = draft_logits.shape[-1] if vocab_size is None else vocab_size

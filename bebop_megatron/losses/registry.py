@@ -35,12 +35,12 @@ Terms = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective.
+    """One objective: its loss per entry, and the blend of directions that is its gradient.
 
-    `terms(stats, entries, scale)` maps row statistics [k, n], counted entries [k, n] bool and a factor on each depth's
-    loss [k, 1] to the loss of each entry [k, n] (0 where it does not count) and the weight of its gradient [k, n].
-    `direction` names one of those of `rows.direction`, or maps the acceptance [n] of any rows to the coefficient [n] of
-    each.
+    Shape: `terms(stats, entries, scale)` maps row statistics [k, n], counted entries [k, n] bool and a factor on each
+    depth's loss [k, 1] to the loss of each entry [k, n] (0 where it does not count) and the weight of its gradient
+    [k, n]. `direction` names one of those of `rows.direction`, or maps the acceptance [n] of any rows to the
+    coefficient [n] of each.
     """
 
     description: str
@@ -52,7 +52,10 @@ class Objective:
     needs_reverse_kl: bool = False
 
     def blend(self, alpha: Tensor) -> Blend:
-        """The coefficient [n] of each direction, for rows of acceptance alpha [n]."""
+        """The coefficient of each direction.
+
+        Shape: alpha [n], the acceptance of any rows -> [n] for each direction.
+        """
         return {self.direction: torch.ones_like(alpha)} if isinstance(self.direction, str) else self.direction(alpha)
 
 

@@ -43,24 +43,39 @@ class VocabShard:
         return self.stop - self.start
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Local column of global ids and whether this rank holds it; 0 where not."""
+        """Local column of global ids and whether this rank holds it; 0 where not.
+
+        Shape: labels int64, any shape -> the same, twice: int64 and bool.
+        """
         held = (labels >= self.start) & (labels < self.stop)
         return torch.where(held, labels - self.start, 0), held
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in place. Collectives: one all-reduce over `group`."""
+        """Sum over the ranks, in place.
+
+        Shape: any, the same on every rank.
+        Collectives: one all-reduce over `group`.
+        """
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Maximum over the ranks, in place. Collectives: one all-reduce over `group`."""
+        """Maximum over the ranks, in place.
+
+        Shape: any, the same on every rank.
+        Collectives: one all-reduce over `group`.
+        """
         if self.group is not None:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def whole_sequence(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks, in their order: [k, n/tp, h] -> [k, n, h]. Collectives: one all-gather over `group`."""
+        """Rows of all ranks, in their order.
+
+        Shape: [k, n/tp, h] -> [k, n, h].
+        Collectives: one all-gather over `group`.
+        """
         if self.group is None:
             return rows
         own = rows.transpose(0, 1).contiguous()
@@ -69,7 +84,11 @@ class VocabShard:
         return everyone.transpose(0, 1)
 
     def sum_of_own_rows(self, rows: Tensor) -> Tensor:
-        """The sum over ranks of this rank's rows: [k, n, h] -> [k, n/tp, h]. Collectives: one reduce-scatter."""
+        """The sum over ranks of this rank's rows.
+
+        Shape: [k, n, h] -> [k, n/tp, h].
+        Collectives: one reduce-scatter over `group`.
+        """
         if self.group is None:
             return rows
         whole = rows.transpose(0, 1).contiguous()
@@ -78,11 +97,17 @@ class VocabShard:
         return own.transpose(0, 1)
 
     def bit(self, holds: Tensor) -> Tensor:
-        """Mark [n] whose sum over ranks tells a holder whether it is the first: rank r adds 4^-r."""
+        """Mark whose sum over ranks tells a holder whether it is the first: rank r adds 4^-r.
+
+        Shape: holds [n] bool -> [n] float32.
+        """
         return holds * 4.0**-self._rank
 
     def first(self, holds: Tensor, total: Tensor) -> Tensor:
-        """Whether this rank holds and no lower one does: what later ranks add stays below a lower rank's mark."""
+        """Whether this rank holds and no lower one does: what later ranks add stays below a lower rank's mark.
+
+        Shape: holds [n] bool, total [n] (the sum of `bit` over the ranks) -> [n] bool.
+        """
         return holds & (total < 2 * 4.0**-self._rank)
 
     @property

@@ -13,9 +13,13 @@ from bebop_megatron.losses.shard import VocabShard
 
 @dataclass(frozen=True)
 class RowStats:
-    """Statistics of each row: `alpha` = sum min(p, q),
-    `covered` = sum q [q <= p] (S), `rejected` = sum q [q > p] (1 - S), divergences and entropies in nats.
-    `reverse_kl` is 0 unless the objective needs it.
+    """Statistics of each row.
+
+    `alpha` = sum min(p, q), `covered` = sum q [q <= p] (S), `rejected` = sum q [q > p] (1 - S). `reverse_kl` is 0
+    unless the objective needs it.
+
+    Shape: each [n], or [k, n] for all depths; float32 (float64 for float64 hidden states), `greedy_*` bool.
+    Units: divergences and entropies in nats.
     """
 
     alpha: Tensor
@@ -31,6 +35,7 @@ class RowStats:
     log_q_label: Tensor
 
     def view(self, *shape: int) -> RowStats:
+        """The same numbers in another shape."""
         return RowStats(**{f.name: getattr(self, f.name).reshape(*shape) for f in fields(self)})
 
 

@@ -16,6 +16,15 @@ def _destination(config: type, field: dataclasses.Field[Any]) -> str:
     return field.metadata["flag"].lstrip("-").replace("-", "_")
 
 
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Let `--help` print: Megatron 0.19.2 has a help text with a bare percent sign, on which argparse gives up."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except ValueError:
+            action.help = (action.help or "").replace("%", "%%")
+
+
 def add_mtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to a Megatron parser: the `extra_args_provider` of `parse_and_validate_args`."""
     group = parser.add_argument_group(title="bebop-megatron: multi-token prediction for speculative decoding")
@@ -30,6 +39,7 @@ def add_mtp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
                 help=text.replace("%", "%%"),
                 **options,
             )
+    _repair_help(parser)
     return parser
 
 

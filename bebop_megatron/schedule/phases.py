@@ -46,6 +46,9 @@ def _parse_entry(text: str, whole: str, last: bool) -> _Entry:
         raise ValueError(f"{where} freezes everything, so nothing would train: freeze backbone or mtp, or none")
     if not text or match is None:
         raise ValueError(f"{where}: expected part[:iterations][@objective], for example backbone:1000")
+    if ":" in (match["objective"] or ""):
+        objective, _, number = match["objective"].partition(":")
+        raise ValueError(f"{where}: the iterations come before the objective, {match['part']}:{number}@{objective}")
     if match["part"] not in PARTS:
         raise ValueError(f"{where}: unknown part {match['part']!r}, choose one of {', '.join(PARTS)}")
     count: int | None = None

@@ -1,27 +1,17 @@
-"""Megatron runs that load a converted checkpoint under a layout, compute with it, and save it again.
-
-Megatron is imported once; every rank of every case is a fork of that process.
-"""
+"""Megatron runs that load a converted checkpoint under a layout, compute with it, and save it again."""
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import queue
 import shlex
 import sys
-import tempfile
-import traceback
-import warnings
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bebop_megatron.convert.importing import FLAGS_FILE
+from tests.worlds import run_worlds
 
 _RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --ckpt-format torch_dist
@@ -98,7 +88,7 @@ def _computed(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"logits": logits, "hidden": kept[0].unflatten(0, (1 + model.config.mtp_num_layers, -1))}
 
 
-def run_case(case: Case) -> dict[str, torch.Tensor]:
+def run_case(case: Case, unused: Path) -> dict[str, torch.Tensor]:
     """One case on this rank."""
     from megatron.core import dist_checkpointing, parallel_state
 
@@ -130,69 +120,11 @@ def run_case(case: Case) -> dict[str, torch.Tensor]:
     return out
 
 
-def _rank_main(rank: int, world: int, folder: str, port: int, cases: dict[str, Case]) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    limit = timedelta(seconds=60)
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    # Megatron would start a Python process per rank for a queue that only its asynchronous writer needs
-    filesystem_async._results_queue = queue.Queue()
-    out: dict[str, Any] = {}
-    for name, case in cases.items():
-        try:
-            out[name] = run_case(case)
-        except BaseException:  # noqa: BLE001 - the parent shows every rank's failure
-            out[name] = {"error": traceback.format_exc()}
-            break
-    torch.save(out, f"{folder}/rank{rank}.pt")
-    # ranks that failed leave at once: the others must not wait for them
-    os._exit(0)
-
-
-def _worlds_main(folder: str, worlds: dict[int, dict[str, Case]]) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    # Megatron prints every argument
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    from bebop_megatron.mcore import install
-    from bebop_megatron.platform import enter
-
-    enter()
-    install()
-    import megatron.core.dist_checkpointing
-    import megatron.training.argument_utils
-    import megatron.training.arguments  # noqa: F401
-
-    fork = multiprocessing.get_context("fork")
-    for world, cases in worlds.items():
-        inside = f"{folder}/{world}"
-        os.mkdir(inside)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [fork.Process(target=_rank_main, args=(r, world, inside, store.port, cases)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-
-
 def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, torch.Tensor]]:
     """Run each table of cases in its world of processes: name -> what rank 0 computed.
 
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    results: dict[str, dict[str, torch.Tensor]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        parent = multiprocessing.get_context("spawn").Process(target=_worlds_main, args=(folder, worlds))
-        parent.start()
-        parent.join()
-        for world, cases in worlds.items():
-            ranks = [torch.load(Path(folder) / str(world) / f"rank{r}.pt", weights_only=True) for r in range(world)]
-            for name in cases:
-                errors = [r[name]["error"] for r in ranks if "error" in r.get(name, {})]
-                assert not errors, f"{name}:\n" + "\n".join(errors)
-                results[name] = ranks[0][name]
-    return results
+    found = run_worlds(run_case, worlds)
+    return {name: ranks[0] for cases in found.values() for name, ranks in cases.items()}

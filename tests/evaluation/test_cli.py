@@ -23,16 +23,14 @@ from bebop_megatron.evaluation.loading import LoadedModel
 from bebop_megatron.evaluation.measure import configs_of
 from bebop_megatron.evaluation.prompts import read_prompts
 from bebop_megatron.evaluation.results import load_rows
+from tests.forks import Run, run_module
 from tests.launch import ROOT
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")
 
 
-def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "bebop_megatron.evaluation", *arguments]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment, check=False)
+def run(*arguments: str, processes: int = 0) -> Run:
+    return run_module("bebop_megatron.evaluation", *arguments, processes=processes, COLUMNS="200")
 
 
 @on_cpu
@@ -71,7 +69,7 @@ def test_tensor_parallel_processes_measure_what_one_process_does(checkpoint, pro
     common = ["--load", checkpoint, "--prompts", prompts, "--max-new-tokens", "20", "--temperature", "0"]
     common += ["--no-baseline", "--rounds", "1", "--quiet"]
     rates = []
-    for processes in (1, 2):
+    for processes in (0, 2):
         output = tmp_path / f"{processes}.json"
         done = run(*common, "--output", str(output), processes=processes)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from bebop_megatron.evaluation import DecodeConfig, SpeculativeDecoder
 from bebop_megatron.evaluation.share import Share
 from bebop_megatron.evaluation.surgery import data_parallel_group
 from tests.evaluation import tiny
+from tests.mcore.groups import join_groups
+from tests.worlds import run_worlds
 
 pytestmark = [
     pytest.mark.dist,
@@ -83,40 +84,44 @@ def _shared(kinds):
     return out
 
 
-def _rank(rank: int, world: int, folder: str, tensor_parallel: int) -> None:
-    with tiny.megatron_world(rank, world, folder, tensor_parallel):
-        out = {}
-        if world == 1 or tensor_parallel < world:
-            # four processes on two cores wait for each other most of the time
-            out["shared"] = _shared({1: ["plain", "hybrid"], 2: ["plain"], 4: ["hybrid"]}[world])
-        if tensor_parallel == world:
-            out["plain"] = _texts()
-        if tensor_parallel == world == 2:
-            out["sequence-parallel"] = _texts(sequence_parallel=True)
-    torch.save(out, f"{folder}/{rank}.pt")
+def _on_a_rank(tensor_parallel: int, unused: Path):
+    world = torch.distributed.get_world_size()
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 
-
-def _run(world: int, folder: Path, tensor_parallel: int):
-    folder.mkdir()
-    mp.spawn(_rank, (world, str(folder), tensor_parallel), nprocs=world)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    (out,) = _run(1, tmp_path_factory.mktemp("one") / "world", 1)
+    join_groups(tensor_parallel)
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1)
+    out = {}
+    if world == 1 or tensor_parallel < world:
+        # four processes on two cores wait for each other most of the time
+        out["shared"] = _shared({1: ["plain", "hybrid"], 2: ["plain"], 4: ["hybrid"]}[world])
+    if tensor_parallel == world:
+        out["plain"] = _texts()
+    if tensor_parallel == world == 2:
+        out["sequence-parallel"] = _texts(sequence_parallel=True)
     return out
 
 
-def test_text_is_that_of_one_process(alone, tmp_path):
-    for rank in _run(2, tmp_path / "two", 2):
+@pytest.fixture(scope="module")
+def found():
+    worlds = {1: {"alone": 1}, 2: {"tp2": 2, "dp2": 1}, 4: {"tp2 dp2": 2}}
+    return {name: ranks for cases in run_worlds(_on_a_rank, worlds).values() for name, ranks in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(found):
+    return found["alone"][0]
+
+
+def test_text_is_that_of_one_process(alone, found):
+    for rank in found["tp2"]:
         assert rank["plain"] == alone["plain"]
         assert rank["sequence-parallel"] == alone["plain"]
 
 
-@pytest.mark.parametrize(("world", "tensor_parallel"), [(2, 1), (4, 2)])
-def test_copies_of_the_model_share_the_prompts(alone, tmp_path, world, tensor_parallel):
-    ranks = _run(world, tmp_path / "world", tensor_parallel)
+@pytest.mark.parametrize("layout", ["dp2", "tp2 dp2"])
+def test_copies_of_the_model_share_the_prompts(alone, found, layout):
+    ranks = found[layout]
     for kind in ranks[0]["shared"]:
         for name, one in alone["shared"][kind].items():
             parts = [rank["shared"][kind][name] for rank in ranks]

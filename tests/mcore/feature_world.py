@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
-import multiprocessing
-import os
-import queue
-import tempfile
-import traceback
-import warnings
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.mcore.groups import join_groups
+from tests.worlds import run_worlds
 
 VOCAB, LENGTH, SEQUENCES = 64, 12, 4
 
@@ -535,69 +528,16 @@ def run_and_save(case: Case, folder: Path) -> None:
     save(chunks, optimizer, folder)
 
 
-def _rank_main(rank: int, world: int, folder: str, port: int, cases: dict[str, Case]) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    limit = timedelta(seconds=60)
-    # a file store is read again for each of Megatron's fifty process groups
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    # Megatron would start a Python process per rank for a queue that only its asynchronous writer needs
-    filesystem_async._results_queue = queue.Queue()
-    out: dict[str, Any] = {}
-    for index, (name, case) in enumerate(cases.items()):
-        try:
-            out[name] = run_case(case, Path(folder) / f"checkpoint{index}")
-        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
-            out[name] = {"error": traceback.format_exc()}
-            break
-    torch.save(out, f"{folder}/rank{rank}.pt")
-    # ranks that failed leave at once: the others must not wait for them
-    os._exit(0)
-
-
-def _worlds_main(folder: str, worlds: dict[int, dict[str, Case]]) -> None:
-    """Import Megatron once, then fork every rank of every world: each rank on its own would spend seconds importing."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    from bebop_megatron.mcore import install
-    from bebop_megatron.platform import enter
-
-    enter()
-    install()
-    import megatron.core.dist_checkpointing
-    import megatron.core.optimizer  # noqa: F401
-
-    fork = multiprocessing.get_context("fork")
-    for world, cases in worlds.items():
-        inside = f"{folder}/{world}"
-        os.mkdir(inside)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = [(rank, world, inside, store.port, cases) for rank in range(world)]
-        ranks = [fork.Process(target=_rank_main, args=each) for each in arguments]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-
-
-def _merge(cases: dict[str, Case], ranks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    results: dict[str, dict[str, Any]] = {}
-    for name in cases:
-        errors = [f"rank {i}:\n{r[name]['error']}" for i, r in enumerate(ranks) if "error" in r.get(name, {})]
-        assert not errors, f"{name}:\n" + "\n".join(errors)
-        merged: dict[str, Any] = {"grads": {}, "weights": {}, "drifted": []}
-        for rank in ranks:
-            for weight, value in rank[name]["weights"].items():
-                if not torch.allclose(value, merged["weights"].get(weight, value), rtol=1e-5, atol=1e-6):
-                    merged["drifted"].append(weight)
-            for key in ("grads", "weights"):
-                merged[key].update(rank[name][key])
-            merged |= {k: v for k, v in rank[name].items() if k not in ("grads", "weights") and v is not None}
-        results[name] = merged
-    return results
+def _merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"grads": {}, "weights": {}, "drifted": []}
+    for rank in ranks:
+        for weight, value in rank["weights"].items():
+            if not torch.allclose(value, merged["weights"].get(weight, value), rtol=1e-5, atol=1e-6):
+                merged["drifted"].append(weight)
+        for key in ("grads", "weights"):
+            merged[key].update(rank[key])
+        merged |= {k: v for k, v in rank.items() if k not in ("grads", "weights") and v is not None}
+    return merged
 
 
 def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
@@ -608,13 +548,5 @@ def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        parent = multiprocessing.get_context("spawn").Process(target=_worlds_main, args=(folder, worlds))
-        parent.start()
-        parent.join()
-        results: dict[str, dict[str, Any]] = {}
-        for world, cases in worlds.items():
-            files = [Path(folder) / str(world) / f"rank{rank}.pt" for rank in range(world)]
-            assert all(file.exists() for file in files), f"a rank of the world of {world} processes died"
-            results |= _merge(cases, [torch.load(file, weights_only=True) for file in files])
-    return results
+    found = run_worlds(run_case, worlds)
+    return {name: _merge(ranks) for cases in found.values() for name, ranks in cases.items()}

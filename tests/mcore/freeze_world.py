@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from tests.mcore.freeze_counts import counting
 from tests.mcore.groups import join_groups
 from tests.mcore.world import LENGTH, VOCAB, _forward_step, same_weights_everywhere
+from tests.worlds import run_worlds
 
 DEPTHS = 2
 SCHEDULE = "backbone:2,mtp:2,none:1"
@@ -244,7 +239,7 @@ class Training:
         return found
 
 
-def train(case: Case) -> dict[str, Any]:
+def train(case: Case, unused: Path) -> dict[str, Any]:
     """Three cycles of the schedule; what a frozen part changed, what an active one did not, and counts by phase."""
     training = Training(case)
     if case.only is not None:
@@ -297,73 +292,10 @@ def _train_in_phases(training: Training, counts: Counter[str]) -> dict[str, Any]
     }
 
 
-def _rank_main(rank: int, world: int, folder: str, cases: dict[str, Case]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    from bebop_megatron.mcore import install
-    from bebop_megatron.platform import enter
-
-    enter()
-    install()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    out = {}
-    for name, case in cases.items():
-        try:
-            out[name] = train(case)
-        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
-            out[name] = {"error": traceback.format_exc()}
-            break
-    torch.save(out, f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def run_worlds(worlds: dict[int, dict[str, Case]]) -> dict[int, dict[str, list[dict[str, Any]]]]:
-    """Run several worlds, one after another, all forked from one interpreter that has paid for the imports.
+def run(worlds: dict[int, dict[str, Case]]) -> dict[int, dict[str, list[dict[str, Any]]]]:
+    """Run each table of cases in its world of processes: world -> name -> what each rank saw.
 
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(worlds, f"{folder}/worlds.pt")
-        environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.mcore.freeze_world", folder]
-        subprocess.run(command, check=True, timeout=1200, cwd=Path(__file__).resolve().parents[2], env=environment)
-        found: dict[int, dict[str, list[dict[str, Any]]]] = {}
-        for world, cases in worlds.items():
-            ranks = [torch.load(f"{folder}/{world}/rank{rank}.pt", weights_only=True) for rank in range(world)]
-            for name in cases:
-                errors = [rank[name]["error"] for rank in ranks if name in rank and "error" in rank[name]]
-                assert not errors, f"{name}:\n" + "\n".join(errors)
-            found[world] = {name: [rank[name] for rank in ranks] for name in cases}
-    return found
-
-
-def _fork_worlds(folder: str) -> None:
-    worlds = torch.load(f"{folder}/worlds.pt", weights_only=False)
-    from bebop_megatron.platform import enter
-
-    enter()
-    import megatron.core.models.gpt  # noqa: F401 - paid once for all ranks
-
-    import bebop_megatron.mcore.freeze_install  # noqa: F401
-
-    for world, cases in worlds.items():
-        Path(f"{folder}/{world}").mkdir()
-        context = mp.get_context("fork")
-        ranks = [
-            context.Process(target=_rank_main, args=(rank, world, f"{folder}/{world}", cases)) for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-
-
-if __name__ == "__main__":
-    # cases were saved by a process in which this module has its full name
-    from tests.mcore import freeze_world
-
-    freeze_world._fork_worlds(sys.argv[1])
+    return run_worlds(train, worlds)

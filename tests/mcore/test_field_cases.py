@@ -76,13 +76,19 @@ TWO = {
 
 
 @pytest.fixture(scope="module")
-def one():
-    return run([(name, *case) for name, case in ONE.items()])
+def found():
+    tables = {"one": ONE, "two": TWO}
+    return run([(f"{world} {name}", *case) for world, table in tables.items() for name, case in table.items()])
 
 
 @pytest.fixture(scope="module")
-def two():
-    return run([(name, *case) for name, case in TWO.items()])
+def one(found):
+    return {name: found[f"one {name}"] for name in ONE}
+
+
+@pytest.fixture(scope="module")
+def two(found):
+    return {name: found[f"two {name}"] for name in TWO}
 
 
 def difference(result, expected, part="grads"):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.mcore.freeze_world import Case, run_worlds
+from tests.mcore.freeze_world import Case, run
 
 pytestmark = pytest.mark.dist
 
@@ -61,7 +61,7 @@ EXTRA = (
 @pytest.fixture(scope="module")
 def found():
     """Every case of every world."""
-    return run_worlds({size: cases | (EXTRA if size == 1 else {}) for size, cases in WORLDS.items()})
+    return run({size: cases | (EXTRA if size == 1 else {}) for size, cases in WORLDS.items()})
 
 
 @pytest.fixture(params=sorted(WORLDS))

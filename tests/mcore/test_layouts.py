@@ -56,9 +56,9 @@ REFERENCES = {
 SP = {"sequence_parallel": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 CONTEXT_ONE = {
-    "packed": Layout(data="packed"),
+    "packed-thd": Layout(data="packed"),
     "packed-batch2": Layout(data="packed", micro_batch=2),
-    "padded": Layout(data="padded"),
+    "padded-thd": Layout(data="padded"),
     "padded-per-token": Layout(data="padded", overrides=PER_TOKEN),
 }
 CONTEXT_TWO = {
@@ -108,11 +108,16 @@ def reference(name):
     return f"{data if data in REFERENCES else 'plain'}/{kind}"
 
 
-@pytest.fixture(scope="module")
-def single():
-    return run(cases({"plain": Layout()}, OBJECTIVES) + cases(REFERENCES, ("tv", "lk")))
-
-
+SINGLE = cases({"plain": Layout()}, OBJECTIVES) + cases(REFERENCES, ("tv", "lk"))
+# with one micro-batch of the whole batch, stock's normalisation by the local count is the global one
+WHOLE = Layout(micro_batch=4)
+OTHERS = [
+    ("no-mtp-loss", Layout(overrides={"mtp_loss_scaling_factor": 0.0}), ObjectiveConfig(loss="ce")),
+    ("detached", Layout(), ObjectiveConfig(loss="kl")),
+    ("joint", Layout(), ObjectiveConfig(loss="kl", joint=True)),
+    ("ours", WHOLE, ObjectiveConfig(loss="ce")),
+    ("stock", WHOLE, None),
+]
 WORLDS = {
     "one": cases(ONE, OBJECTIVES) + cases(CONTEXT_ONE, ("tv", "lk")),
     "two": cases(TWO, OBJECTIVES) + cases(CONTEXT_TWO, ("tv", "lk")),
@@ -120,9 +125,9 @@ WORLDS = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def world(request):
-    return run(WORLDS[request.param])
+@pytest.fixture(scope="module")
+def found():
+    return run(SINGLE + OTHERS + [case for world in WORLDS.values() for case in world])
 
 
 def same_numbers(name, result, expected):
@@ -139,47 +144,39 @@ def same_numbers(name, result, expected):
         assert (grad - expected["grads"][key]).abs().max() <= 1e-5 * scale + 1e-9, (name, key)
 
 
-def test_loss_alpha_and_mtp_gradients_equal_the_single_process(single, world):
-    for name, result in world.items():
-        same_numbers(name, result, single[reference(name)])
+@pytest.mark.parametrize("world", WORLDS)
+def test_loss_alpha_and_mtp_gradients_equal_the_single_process(found, world):
+    for name, _, _ in WORLDS[world]:
+        same_numbers(name, found[name], found[reference(name)])
 
 
-def test_validation_metrics_are_what_is_counted_by_hand(single):
+def test_validation_metrics_are_what_is_counted_by_hand(found):
     for kind in VALIDATED:
-        found, expected = single[f"plain/{kind}"]["validation"], single[f"plain/{kind}"]["direct"]
-        for name, value in found.items():
+        result = found[f"plain/{kind}"]
+        validation, expected = result["validation"], result["direct"]
+        for name, value in validation.items():
             if "bin" not in name:
                 assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (kind, name)
-        assert {f"mtp {kind} loss", "mtp accept-length/rejection", "mtp entropy slope/rejection"} <= found.keys()
+        assert {f"mtp {kind} loss", "mtp accept-length/rejection", "mtp entropy slope/rejection"} <= validation.keys()
         # training on the same batch says the same: no weight has changed yet
-        for name, value in single[f"plain/{kind}"]["metrics"].items():
-            assert value == pytest.approx(found[name], rel=1e-4, abs=1e-6), (kind, name)
+        for name, value in result["metrics"].items():
+            assert value == pytest.approx(validation[name], rel=1e-4, abs=1e-6), (kind, name)
 
 
-def test_detached_heads_leave_backbone_embedding_and_lm_head_alone(single):
-    stock = run([("no-mtp-loss", Layout(overrides={"mtp_loss_scaling_factor": 0.0}), ObjectiveConfig(loss="ce"))])
+def test_detached_heads_leave_backbone_embedding_and_lm_head_alone(found):
     for name in (f"plain/{kind}" for kind in OBJECTIVES):
-        result = single[name]
-        for key, grad in stock["no-mtp-loss"]["backbone"].items():
+        result = found[name]
+        for key, grad in found["no-mtp-loss"]["backbone"].items():
             if not key.startswith("mtp."):
                 torch.testing.assert_close(result["backbone"][key], grad, rtol=0, atol=0, msg=f"{name} {key}")
 
 
-def test_joint_mode_reaches_backbone_embedding_and_lm_head():
-    results = run(
-        [
-            ("detached", Layout(), ObjectiveConfig(loss="kl")),
-            ("joint", Layout(), ObjectiveConfig(loss="kl", joint=True)),
-        ]
-    )
+def test_joint_mode_reaches_backbone_embedding_and_lm_head(found):
     for key in ("decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight", "output_layer.weight"):
-        difference = results["joint"]["backbone"][key] - results["detached"]["backbone"][key]
+        difference = found["joint"]["backbone"][key] - found["detached"]["backbone"][key]
         assert difference.abs().max() > 1e-6, key
 
 
-def test_ce_equals_stock_megatron_where_every_micro_batch_counts_alike():
-    # with one micro-batch of the whole batch, stock's normalisation by the local count is the global one
-    layout = Layout(micro_batch=4)
-    results = run([("ours", layout, ObjectiveConfig(loss="ce")), ("stock", layout, None)])
-    for key, grad in results["stock"]["grads"].items():
-        torch.testing.assert_close(results["ours"]["grads"][key], grad, rtol=2e-5, atol=1e-8)
+def test_ce_equals_stock_megatron_where_every_micro_batch_counts_alike(found):
+    for key, grad in found["stock"]["grads"].items():
+        torch.testing.assert_close(found["ours"]["grads"][key], grad, rtol=2e-5, atol=1e-8)

@@ -7,19 +7,16 @@ lost or doubled.
 
 from __future__ import annotations
 
-import os
-import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.evaluation import tiny
 from tests.mcore import drafting
 from tests.mcore.groups import join_groups
+from tests.worlds import run_worlds
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
 
@@ -103,34 +100,16 @@ def compute(tp: int, cp: int, sequence_parallel: bool, *, packed: bool = False, 
     }
 
 
-def _rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    from bebop_megatron.platform import enter
-
-    enter()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _on_a_rank(case: tuple[str, str], unused: Path) -> dict[str, Any]:
+    layout, kind = case
     # every exchange names its group; Megatron's own shift sends without one
     torch.distributed.isend = torch.distributed.irecv = None
-    out: dict[str, Any] = {}
-    for layout, kind in CASES:
-        try:
-            out[f"{layout}/{kind}"] = compute(*LAYOUTS[layout], **KINDS[kind])
-        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
-            out[f"{layout}/{kind}"] = {"error": traceback.format_exc()}
-            break
-    torch.save(out, f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return compute(*LAYOUTS[layout], **KINDS[kind])
 
 
 @pytest.fixture(scope="module")
 def two():
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (folder,), nprocs=2)
-        return [torch.load(Path(folder) / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+    return run_worlds(_on_a_rank, {2: {f"{layout}/{kind}": (layout, kind) for layout, kind in CASES}})[2]
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +121,12 @@ def one():
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_layout_equals_the_single_process(one, two, layout, kind):
     name, expected = f"{layout}/{kind}", one[kind]
-    for rank in two:
-        errors = [value["error"] for value in rank.values() if "error" in value]
-        assert not errors, errors[0]
-        torch.testing.assert_close(rank[name]["hidden"], expected["hidden"], rtol=1e-5, atol=1e-5)
-        assert torch.equal(rank[name]["padding"], expected["padding"])
+    for result in two[name]:
+        torch.testing.assert_close(result["hidden"], expected["hidden"], rtol=1e-5, atol=1e-5)
+        assert torch.equal(result["padding"], expected["padding"])
         assert expected["padding"].any()
-        assert rank[name]["grads"].keys() == expected["grads"].keys()
-        for parameter, grad in rank[name]["grads"].items():
+        assert result["grads"].keys() == expected["grads"].keys()
+        for parameter, grad in result["grads"].items():
             scale = expected["grads"][parameter].abs().max()
             assert scale > 0, parameter
             assert (grad - expected["grads"][parameter]).abs().max() <= 1e-5 * scale, parameter

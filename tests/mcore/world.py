@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from bebop_megatron.patching import Patcher
 from tests.mcore import batch
 from tests.mcore.groups import join_groups
+from tests.worlds import run_worlds
 
 DEPTHS = 3
 VOCAB, LENGTH = batch.VOCAB, batch.LENGTH
@@ -206,8 +203,9 @@ def recorded_collectives(point_to_point: bool) -> Iterator[list[tuple[str, bool,
         patcher.restore()
 
 
-def step(layout: Layout, objective: Any) -> dict[str, Any]:
+def step(case: tuple[Layout, Any], unused: Path) -> dict[str, Any]:
     """One forward and backward pass over the global batch, gradients finalized as the optimizer would see them."""
+    layout, objective = case
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -314,54 +312,27 @@ def _validation(layout: Layout, config: Any, wrapped: Any) -> dict[str, Any]:
     return out
 
 
-def _rank_main(rank: int, world: int, folder: str, cases: list[tuple[str, Layout, Any]]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    from bebop_megatron.mcore import install
-    from bebop_megatron.platform import enter
-
-    enter()
-    install()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    out = {}
-    for name, layout, objective in cases:
-        try:
-            out[name] = step(layout, objective)
-        except Exception:  # noqa: BLE001 - the parent shows every rank's failure
-            out[name] = {"error": traceback.format_exc()}
-            break
-    torch.save(out, f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+def _merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"loss": None, "grads": {}, "backbone": {}}
+    merged["collectives"] = [rank["collectives"] for rank in ranks]
+    for rank in ranks:
+        merged["grads"].update({k: v for k, v in rank["grads"].items() if k.startswith("mtp.")})
+        merged["backbone"].update(rank["grads"])
+        merged |= {key: rank[key] for key in ("validation", "direct") if key in rank}
+        if rank["loss"] is not None:
+            merged |= {key: rank[key] for key in ("loss", "metrics")}
+    return merged
 
 
 def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
-    """Run cases that need equally many processes in one world: name -> loss, and MTP gradients from the rank with MTP.
+    """Run each case in a world of as many processes as it needs: name -> loss, and gradients of the rank that has them.
 
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    (world,) = {layout.world for _, layout, _ in cases}
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (world, folder, cases), nprocs=world)
-        ranks = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=True) for r in range(world)]
-    results: dict[str, dict[str, Any]] = {}
-    for name, _, _ in cases:
-        errors = [r[name]["error"] for r in ranks if name in r and "error" in r[name]]
-        assert not errors, f"{name}:\n" + "\n".join(errors)
-        merged: dict[str, Any] = {
-            "loss": None,
-            "grads": {},
-            "collectives": [rank[name]["collectives"] for rank in ranks],
-        }
-        for rank in ranks:
-            merged["grads"].update({k: v for k, v in rank[name]["grads"].items() if k.startswith("mtp.")})
-            merged |= {key: rank[name][key] for key in ("validation", "direct") if key in rank[name]}
-            if rank[name]["loss"] is not None:
-                merged |= {key: rank[name][key] for key in ("loss", "metrics")}
-            for key, value in rank[name]["grads"].items():
-                merged.setdefault("backbone", {})[key] = value
-        results[name] = merged
-    return results
+    worlds: dict[int, dict[str, tuple[Layout, Any]]] = {}
+    for name, layout, objective in cases:
+        worlds.setdefault(layout.world, {})[name] = (layout, objective)
+    assert sum(map(len, worlds.values())) == len(cases), "two cases have one name"
+    found = run_worlds(step, worlds)
+    return {name: _merge(ranks) for of_world in found.values() for name, ranks in of_world.items()}

@@ -44,6 +44,7 @@ def test_phase_tells_its_bounds_and_what_is_frozen():
         ("backbone:", "positive whole number"),
         ("backbone:1.5", "positive whole number"),
         ("backbone,mtp:3", "only the last entry"),
+        ("backbone@kl:46,backbone@tv", "backbone:46@kl"),
         ("backbone:3,,mtp:1", "expected part"),
         ("backbone:3@tvv", "unknown objective 'tvv'"),
         ("backbone 3", "expected part"),

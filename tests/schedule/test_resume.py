@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from bebop_megatron.mcore.checkpoints import latest_iteration_dir
-from tests.forks import pretrain_all
-from tests.launch import log
+from tests.launch import log, pretrain
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
 
@@ -51,9 +50,12 @@ def runs(tmp_path_factory):
 
     whole = {kind: folder / kind for kind in OPTIMIZERS}
     plain = ["--mtp-loss", "tv", "--train-iters", "2", "--save", str(folder / "plain"), "--save-interval", "2"]
-    first = pretrain_all(folder, *(flags(kind, root, "--save-interval", "3") for kind, root in whole.items()), plain)
-    found = {(kind, 0): (root, run.succeeded()) for (kind, root), run in zip(whole.items(), first, strict=False)}
-    later: dict[tuple[str, int], object] = {}
+    found = {
+        (kind, 0): (root, pretrain(*flags(kind, root, "--save-interval", "3")).succeeded())
+        for kind, root in whole.items()
+    }
+    pretrain(*plain).succeeded()
+    later = {}
     for kind, root in whole.items():
         for stop in STOPS:
             copy = folder / f"{kind}-{stop}"
@@ -64,26 +66,13 @@ def runs(tmp_path_factory):
     shutil.copytree(later["adam", 3], changed)
     # a shorter run than was planned: Megatron wants to be told that its learning rate schedule changes on purpose
     shorter = "--override-opt-param-scheduler"
-    resumed = pretrain_all(
-        folder,
-        *(flags(kind, root, "--load", str(root), "--save-interval", "100") for (kind, _), root in later.items()),
-        [
-            "--mtp-loss",
-            "tv",
-            "--mtp-freeze-schedule",
-            "backbone",
-            "--train-iters",
-            "4",
-            "--load",
-            str(changed),
-            *OWN,
-            shorter,
-        ],
-        [*SCHEDULE, *OWN, "--train-iters", "3", "--load", str(folder / "plain"), shorter],
-    )
-    for (key, root), run in zip(later.items(), resumed, strict=False):
-        found[key] = (root, run.succeeded())
-    found["to one phase"], found["from no schedule"] = resumed[-2].succeeded(), resumed[-1].succeeded()
+    for (kind, stop), root in later.items():
+        run = pretrain(*flags(kind, root, "--load", str(root), "--save-interval", "100"))
+        found[kind, stop] = (root, run.succeeded())
+    one_phase = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--train-iters", "4", "--load", str(changed)]
+    found["to one phase"] = pretrain(*one_phase, *OWN, shorter).succeeded()
+    unscheduled = ["--train-iters", "3", "--load", str(folder / "plain")]
+    found["from no schedule"] = pretrain(*SCHEDULE, *OWN, *unscheduled, shorter).succeeded()
     return found
 
 
