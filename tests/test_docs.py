@@ -14,7 +14,10 @@ PAGES = sorted(
 )
 # flags of other programs that our pages call
 FOREIGN = """--help --nproc-per-node --signals-to-handle --no-deps --no-build-isolation --container-save
---speculative-config --basetemp""".split()
+--speculative-config --basetemp --speculative-algorithm --speculative-num-steps --speculative-eagle-topk
+--speculative-num-draft-tokens --hf-checkpoint --sglang --sglang-speculative-algorithm --sglang-speculative-num-steps
+--sglang-speculative-eagle-topk --sglang-speculative-num-draft-tokens --enable-mtp-training --custom-megatron-init-path
+--custom-model-provider-path""".split()
 
 
 def name(page):
