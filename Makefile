@@ -5,9 +5,10 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze format clean
+.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze vllm-check format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,9 +56,15 @@ study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minut
 bench-decoding: $(READY) ## Measure decoding with a TV head against none (trains the model first: runs/decoding/)
 	$(BIN)/python -m benchmarks.decoding
 
+vllm-check: $(READY) $(VLLM)/.ready ## Let vLLM judge exported heads on the CPU: runs/vllm_check/ (FLAGS="--plant drop-fc" has to fail)
+	$(BIN)/python -W ignore -m benchmarks.vllm_check $(FLAGS)
+
+$(VLLM)/.ready: benchmarks/vllm_check/install.sh
+	PYTHON="$(PYTHON)" benchmarks/vllm_check/install.sh $(VLLM)
+
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove what runs and builds left behind (keeps .venv)
+clean: ## Remove what runs and builds left behind (keeps .venv and .venv-vllm)
 	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache

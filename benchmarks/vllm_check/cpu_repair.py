@@ -42,8 +42,10 @@ def is_broken(adapter: Any) -> bool:
 
 def repair() -> bool:
     """Replace the adapter if it is broken; returns whether it was."""
+    from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils
 
+    current_platform.import_kernels()
     broken = is_broken(cpu_triton_utils._expand_kernel_impl)
     if broken:
         cpu_triton_utils._expand_kernel_impl = expand

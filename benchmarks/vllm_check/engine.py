@@ -48,7 +48,9 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     repaired = cpu_repair.repair()
     from vllm import LLM, SamplingParams
 
-    longest = max(map(len, job["prompts"])) + job["max_tokens"] + job["gamma"] + 1
+    # while any request of a batch is within gamma tokens of this length, counting tokens that are still to be judged,
+    # vLLM drafts nothing but token 0, for all of them: stay away from it
+    longest = max(map(len, job["prompts"])) + job["max_tokens"] + 16 * (job["gamma"] + 1)
     engine = LLM(
         model=job["model"],
         dtype=job["dtype"],
