@@ -22,6 +22,7 @@ from bebop_megatron.convert import import_checkpoint
 from benchmarks.vllm_check import cpu_repair, engine, expectation, plants, requirements
 from benchmarks.vllm_check.comparison import as_json, compare
 from benchmarks.vllm_check.plan import GAMMA, MODELS
+from benchmarks.vllm_check.publish import block, document_with, publish
 from benchmarks.vllm_check.verifications import Verified, check_counters, prefix_counts, read_sequences
 from tests.bridges import models
 from tests.bridges.reference import MtpBlock
@@ -212,6 +213,39 @@ def test_expected_prefixes_are_acceptance_over_sampled_text(exported):
             both = sum(accepted_first[x] * torch.minimum(p[x, 1], q[1, x]).sum() for x in range(96))
             assert float(found[0, 0]) == pytest.approx(float(accepted_first.sum()), rel=1e-4)
             assert float((weights * found[:, 1]).sum()) == pytest.approx(float(both), rel=1e-4)
+
+
+PUBLISHED = sorted((ROOT / "benchmarks" / "data").glob("vllm-check-*.json"))
+
+
+def test_the_document_has_what_was_published():
+    data = json.loads(PUBLISHED[-1].read_text())
+    text = (ROOT / "docs" / "serving.md").read_text()
+    assert document_with(text, PUBLISHED[-1].stem, data) == text
+    rows = data["results"]
+    assert len(rows) == 12
+    assert len({(row["model"], row["rule"], row["position"]) for row in rows}) == 12
+    for row in rows:
+        assert set(FIELDS) <= row.keys()
+        assert row["agree"]
+        assert row["stderr"] <= 0.01
+        assert abs(row["vllm"] - row["ours"]) <= 3 * row["stderr"]
+        assert abs(row["vllm"] - row["expected"]) <= 3 * row["stderr"]
+    assert set(data["planted"]) == set(plants.PLANTS)
+    assert "| qwen3-next | target-only | 3 |" in block(data)
+
+
+def test_only_a_whole_check_is_published(tmp_path):
+    with pytest.raises(ValueError, match="run the check first"):
+        publish(tmp_path)
+    data = json.loads(PUBLISHED[-1].read_text())
+    (tmp_path / "environment.json").write_text(json.dumps(data["environment"]))
+    (tmp_path / "summary.json").write_text(json.dumps(data["results"][:3]))
+    with pytest.raises(ValueError, match="only a whole check"):
+        publish(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps(data["results"]))
+    with pytest.raises(ValueError, match="plant every fault first"):
+        publish(tmp_path)
 
 
 def _tiny_folder(folder: Path) -> None:

