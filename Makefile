@@ -5,6 +5,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
 # every target that says what it does
@@ -79,9 +80,15 @@ wheel: $(READY) ## Build the package into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
+vllm-check: $(READY) $(VLLM)/.ready ## Let vLLM judge exported heads on the CPU: runs/vllm_check/ (FLAGS="--plant drop-fc" has to fail)
+	$(BIN)/python -W ignore -m benchmarks.vllm_check $(FLAGS)
+
+$(VLLM)/.ready: benchmarks/vllm_check/install.sh
+	PYTHON="$(PYTHON)" benchmarks/vllm_check/install.sh $(VLLM)
+
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove what runs and builds left behind (keeps .venv)
+clean: ## Remove what runs and builds left behind (keeps the virtual environments)
 	rm -rf runs build dist docs/api *.egg-info .pytest_cache .ruff_cache
