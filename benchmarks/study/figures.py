@@ -51,7 +51,7 @@ def _bars(axis: Any, groups: Sequence[str], bars: Sequence[tuple[str, str, list[
                 (0, 2),
                 textcoords="offset points",
                 ha="center",
-                fontsize=6,
+                fontsize=7.5,
             )
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     axis.set_ylim(bottom=0)
@@ -170,7 +170,7 @@ def _points(axis: Any, estimates: Sequence[Any], color: str, marker: str, label:
         label=label,
     )
     for at, y, _ in known:
-        axis.annotate(f"{y:.1f}", (at, y), (6, 0), textcoords="offset points", va="center", fontsize=6)
+        axis.annotate(f"{y:.1f}", (at, y), (6, 0), textcoords="offset points", va="center", fontsize=7.5)
 
 
 def _named(axis: Any, groups: Sequence[str]) -> None:
@@ -250,7 +250,7 @@ def _figure(
     for axis, (draw, domain) in zip(axes, panels, strict=False):
         draw(axis, rows, domain)
         if legend:
-            axis.legend(fontsize=6, frameon=False)
+            axis.legend(fontsize=7.5, frameon=False)
     return figure
 
 
