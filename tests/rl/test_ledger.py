@@ -60,6 +60,15 @@ def test_the_queue_is_bounded(tmp_path):
     assert held == 6
 
 
+def test_what_a_dead_worker_was_decoding_comes_next(tmp_path):
+    ledger = Ledger(CONFIG, tmp_path)
+    orders = [ledger.take() for _ in range(3)]
+    ledger.give_back(1)
+    ledger.give_back(0)
+    assert [ledger.take(), ledger.take()] == orders[:2]
+    assert ledger.take().number == 3
+
+
 def _simulate(folder, config, seed, deaths):
     """A run with two workers and a learner in random order of events; returns what each step was trained on."""
     draw, trained, lineage, commits, committed = random.Random(seed), {}, 0, [], 0
