@@ -19,6 +19,8 @@ The public modules. `make docs` writes the reference of what they hold; everythi
 - `bebop_megatron.data`: data sets with a loss mask
 - `bebop_megatron.convert`: Hugging Face folders to Megatron checkpoints and back
 - `bebop_megatron.estimate`: the memory of each rank of a launch
+- `bebop_megatron.rl.task`: what a task of reinforcement learning has to be
+- `bebop_megatron.rl.config`: every setting of a reinforcement-learning run
 - `bebop_megatron.megatron_lm`: what a patched script of Megatron-LM calls
 - `bebop_megatron.platform`: Megatron on CPU and gloo
 """

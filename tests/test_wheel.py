@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -54,8 +53,9 @@ def python(wheel, tmp_path_factory):
     done = run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel)
     assert done.returncode == 0, done.stdout + done.stderr
     (packages,) = home.glob("lib/python3*/site-packages")
-    # the folder itself, so that .pth files in it, an editable install of ours among them, are not read
-    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    # the folders themselves, so that .pth files in it, an editable install of ours among them, are not read
+    folders = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(folders) + "\n")
     return python
 
 

@@ -21,8 +21,13 @@ class Codec(Protocol):
     vocab_size: int
     stop_tokens: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: list[int]) -> str: ...
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens."""
+        ...
 
 
 class Task(Protocol):

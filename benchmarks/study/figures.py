@@ -177,7 +177,7 @@ def _named(axis: Any, groups: Sequence[str]) -> None:
     axis.set_xticks(range(len(groups)), groups)
     axis.set_xlim(-0.5, len(groups) - 0.3)
     _plain(axis)
-    axis.tick_params(axis="x", labelsize=6 if len(groups) > 5 else 7)
+    axis.tick_params(axis="x", labelsize=7)
 
 
 def _differences(axis: Any, rows: Sequence[Row], domain: str) -> None:
