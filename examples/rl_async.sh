@@ -10,7 +10,7 @@ OUT=${OUT:-runs/rl_async}
 TASK=${TASK:-arithmetic:difficulty=1}
 BACKBONE_STEPS=${BACKBONE_STEPS:-700}
 HEAD_STEPS=${HEAD_STEPS:-150}
-RL_STEPS=${RL_STEPS:-60}
+RL_STEPS=${RL_STEPS:-100}
 DATA=$OUT/data
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 export PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
@@ -59,8 +59,8 @@ train tv "$HEAD_STEPS" --pretrained-checkpoint "$OUT/backbone" --mtp-loss tv --m
 
 stage "GRPO, $RL_STEPS steps: one worker decodes while the learner trains"
 OMP_NUM_THREADS=1 python -m bebop_megatron.rl --load "$OUT/tv" --task "$TASK" --tokenizer "$DATA/tokenizer" \
-  --output "$OUT/rl" --steps "$RL_STEPS" --groups 8 --group-size 8 --groups-per-rollout 4 --max-new-tokens 64 \
-  --rule rejection --gamma 3 --lr 2e-4 --entropy-bonus 0.003 --micro-batch-size 32 --save-interval 20 "$@"
+  --output "$OUT/rl" --steps "$RL_STEPS" --groups 8 --group-size 16 --groups-per-rollout 4 --max-new-tokens 64 \
+  --rule rejection --gamma 3 --lr 2e-4 --micro-batch-size 64 --probe 0 --save-interval 20 "$@"
 
 stage "what changed"
 python - "$OUT/rl/steps.jsonl" <<'PY'
