@@ -63,7 +63,9 @@ class RLStudy:
         if self.running:
             return [Job("rl", cell.name) for cell in self.cells]
         jobs = [Job("data", "data"), Job("backbone", "backbone", ("data",)), Job("warm", "warm head", ("backbone",))]
-        return jobs + [Job("train", f"head {loss}", ("warm head",), DOMAIN, Head(DOMAIN, loss)) for loss in HEADS]
+        # later draft steps attend to what they attend to when they are decoded
+        heads = [Head(DOMAIN, loss, train_attention="chain") for loss in HEADS]
+        return jobs + [Job("train", f"head {head.loss}", ("warm head",), DOMAIN, head) for head in heads]
 
     def done(self, job: Job) -> bool:
         """Whether the job left everything it was to leave."""

@@ -44,10 +44,10 @@ class Size:
 
     model: plan.Size
     difficulty: str = "1"
-    documents: int = 20_000
+    documents: int = 15_000
     slips: float = 0.2
     seeds: tuple[int, ...] = (1, 2)
-    steps: int = 60
+    steps: int = 50
     groups: int = 8
     group_size: int = 8
     # few rows at a time, so that a decoding step costs about the same for one token and for four
@@ -55,8 +55,8 @@ class Size:
     max_new_tokens: int = 64
     gamma: int = 3
     temperature: float = 1.0
-    lr: float = 2e-4
-    mtp_lr: float = 2e-4
+    lr: float = 3e-4
+    mtp_lr: float = 3e-4
     entropy_bonus: float = 0.03
     micro_batch: int = 64
     staleness: int = 1
@@ -78,7 +78,7 @@ FULL = Size(
         batch=16,
         backbone_steps=1000,
         warm_steps=150,
-        head_steps=200,
+        head_steps=400,
         lr=3e-3,
         head_lr=1e-3,
     )
