@@ -1,4 +1,4 @@
-"""Pre-RL adaptation of a Qwen3 model's MTP head with NeMo 2.7.3: the backbone is frozen, the head learns to draft for it.
+"""Pre-RL adaptation of a Qwen3 model's MTP head with NeMo 2.7.3: the backbone is frozen, the head learns to draft.
 
     torchrun --nproc-per-node 8 examples/nemo_qwen3_adapt.py --data DATA --tokenizer Qwen/Qwen3-8B --steps 1000
 
@@ -68,18 +68,17 @@ def make(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     import torch
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from nemo import lightning as nl
-    from nemo.collections import llm
 
-    from bebop_megatron.bridges.nemo import adapt, layer_spec, optimizer
+    from bebop_megatron.bridges.nemo import adapt, import_llm, layer_spec, optimizer
+
+    llm = import_llm()
+    from nemo import lightning as nl
 
     head = {"mtp_num_layers": 3, "mtp_use_repeated_layer": True, "mtp_loss_scaling_factor": 1.0}
     sizes = TINY | {"params_dtype": torch.float32} if options.cpu else {"seq_length": options.seq_length}
     kind = llm.Qwen3Config if options.cpu else llm.Qwen3Config8B
     config = kind(transformer_layer_spec=layer_spec, **head, **sizes)
-    callbacks = adapt(
-        config, ObjectiveConfig(loss="tv"), FreezeConfig(schedule=options.schedule), attention="chain"
-    )
+    callbacks = adapt(config, ObjectiveConfig(loss="tv"), FreezeConfig(schedule=options.schedule), attention="chain")
     adam = OptimizerConfig(optimizer="adam", lr=options.lr, weight_decay=0.0, bf16=not options.cpu)
     model = llm.GPTModel(config, optim=optimizer(adam, config))
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)

@@ -1,15 +1,16 @@
-"""Our objective, MTP attention and freeze schedule in NeMo 2 (`nemo_toolkit` 2.7.3, the last with `nemo.collections.llm`).
+"""Our objective, MTP attention and freeze schedule in `nemo.collections.llm` of NeMo 2 (`nemo_toolkit` 2.7.3).
 
 ```python
-from bebop_megatron.bridges.nemo import adapt, layer_spec, optimizer
+from bebop_megatron.bridges.nemo import adapt, import_llm, layer_spec, optimizer
+llm = import_llm()
 config = llm.Qwen3Config8B(transformer_layer_spec=layer_spec, mtp_num_layers=3, mtp_use_repeated_layer=True)
 callbacks = adapt(config, ObjectiveConfig(loss="tv"), FreezeConfig(schedule="backbone"), attention="chain")
 model = llm.GPTModel(config, optim=optimizer(OptimizerConfig(lr=3.5e-5), config), tokenizer=tokenizer)
 ```
 
-NeMo 2.7.3 was written for older releases of Megatron-core than the one that this package needs (0.19). What training meets on
-the way is replaced here: data step, forward step and optimizer. Later NeMo releases have moved their language models
-to Megatron Bridge: `bebop_megatron.bridges.megatron_bridge`.
+NeMo 2.7.3 was written for older releases of Megatron-core than the one that this package needs (0.19). What training
+meets on the way is replaced here: data step, forward step and optimizer. NeMo 3 has moved its language models to
+Megatron Bridge: `bebop_megatron.bridges.megatron_bridge`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ def require_nemo() -> None:
             "(docs/integration.md). NeMo 3 has none: its language models moved to Megatron Bridge, see "
             "bebop_megatron.bridges.megatron_bridge"
         )
+
+
+def import_llm() -> Any:
+    """`nemo.collections.llm`; imported directly it misses a module that Megatron-core 0.19 no longer has.
+
+    Raises:
+        RuntimeError: NeMo is not installed.
+    """
+    require_nemo()
+    from bebop_megatron.mcore import nemo_imports
+
+    return nemo_imports.import_llm()
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:

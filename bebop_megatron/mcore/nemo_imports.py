@@ -12,10 +12,16 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from megatron.core import parallel_state
+
 # module that is gone -> the names that NeMo imports from it
 _REMOVED: dict[str, tuple[str, ...]] = {
     "megatron.core.inference.model_inference_wrappers.inference_wrapper_config": ("InferenceWrapperConfig",),
 }
+
+
+# function that NeMo calls -> its name today
+_RENAMED = {"get_data_modulo_expert_parallel_group": "get_expert_data_parallel_group"}
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> None:
@@ -30,7 +36,7 @@ def _is_there(module: str) -> bool:
 
 
 def import_llm() -> Any:
-    """`nemo.collections.llm`, imported with what it misses in this Megatron-core. Calling it again does nothing more."""
+    """`nemo.collections.llm`, imported with what it misses in this Megatron-core."""
     for module, names in _REMOVED.items():
         if module in sys.modules or _is_there(module):
             continue
@@ -38,4 +44,7 @@ def import_llm() -> Any:
         made.__spec__ = importlib.machinery.ModuleSpec(module, None)
         made.__dict__.update({name: type(name, (), {"__init__": _refuse, "__module__": module}) for name in names})
         sys.modules[module] = made
+    for old, new in _RENAMED.items():
+        if not hasattr(parallel_state, old):
+            setattr(parallel_state, old, getattr(parallel_state, new))
     return importlib.import_module("nemo.collections.llm")

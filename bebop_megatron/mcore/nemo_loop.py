@@ -110,8 +110,8 @@ def follow_training(config: Any, options: FreezeConfig, objective: ObjectiveConf
         return [MTPCallback(config)]
     if options.lr is not None or options.lr_warmup_iters or options.lr_schedule != "follow":
         raise ValueError(
-            "a learning rate of the MTP head's own (lr, lr_schedule, lr_warmup_iters) is not supported with NeMo, whose "
-            "schedulers give all parameters one: leave them out, or use Megatron Bridge"
+            "a learning rate of the MTP head's own (lr, lr_schedule, lr_warmup_iters) is not supported with NeMo, "
+            "whose schedulers give all parameters one: leave them out, or use Megatron Bridge"
         )
     schedule = FreezeSchedule.parse(options.schedule or "none")
     # what else cannot go together is in NeMo's trainer and optimizer, which are made later

@@ -60,7 +60,7 @@ def _reference(config: Any, parameters: dict[str, torch.Tensor], samples: list[A
     plain = TransformerConfig(**{name: getattr(config, name) for name in names})
     attach(plain, ObjectiveConfig(loss="tv"), vocab_size=config.vocab_size)
     set_mtp_attention(plain, "chain")
-    layer = gpt_layer_specs.get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm")
+    layer = gpt_layer_specs.get_gpt_decoder_block_spec(plain, use_transformer_engine=True, normalization="RMSNorm")
     model = GPTModel(
         plain,
         layer,
@@ -85,7 +85,8 @@ def _reference(config: Any, parameters: dict[str, torch.Tensor], samples: list[A
 
         def loss(losses: torch.Tensor) -> Any:
             total = (losses * mask).sum() / mask.sum()
-            return total, {"lm loss": total.detach()}
+            # the schedule divides the loss in place
+            return total, {"lm loss": total.detach().clone()}
 
         return output, loss
 

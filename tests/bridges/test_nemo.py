@@ -54,6 +54,7 @@ def test_mtp_loss_and_acceptance_are_those_of_megatron(trained, mark):
     assert "mtp tv loss" in names
     for name in names:
         assert first[name] == pytest.approx(reference[name], rel=1e-6), name
+    assert first["reduced_train_loss"] == pytest.approx(reference["lm loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
