@@ -5,10 +5,11 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check bench bench-quick bench-freeze bench-decoding study study-quick study-freeze
-.PHONY: rl-study rl-study-quick wheel docs format clean
+# every target that says what it does
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +30,15 @@ test: $(READY) ## Run the whole test suite
 
 test-fast: $(READY) ## Run the tests that need neither several processes nor half a minute
 	$(BIN)/python -m pytest -m "not dist and not slow"
+
+bridge-check: .venv-bridge/.ready ## Train through Megatron Bridge on a CPU and compare with Megatron's own loop
+	OMP_NUM_THREADS=1 .venv-bridge/bin/python -m pytest -p no:cacheprovider tests/bridges/test_megatron_bridge.py
+
+.venv-bridge/.ready: pyproject.toml .ci/constraints.txt .ci/bridge.txt
+	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && { [ -x .venv-bridge/bin/python ] || "$$python" -m venv .venv-bridge; }
+	.venv-bridge/bin/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train]' -r .ci/bridge.txt
+	.venv-bridge/bin/python -m pip install --quiet --progress-bar off --no-deps megatron-bridge==0.6.2
+	@touch $@
 
 check: $(READY) ## Lint, formatting and types
 	$(BIN)/ruff check .
@@ -70,9 +80,15 @@ wheel: $(READY) ## Build the package into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
+vllm-check: $(READY) $(VLLM)/.ready ## Let vLLM judge exported heads on the CPU: runs/vllm_check/ (FLAGS="--plant drop-fc" has to fail)
+	$(BIN)/python -W ignore -m benchmarks.vllm_check $(FLAGS)
+
+$(VLLM)/.ready: benchmarks/vllm_check/install.sh
+	PYTHON="$(PYTHON)" benchmarks/vllm_check/install.sh $(VLLM)
+
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove what runs and builds left behind (keeps .venv)
+clean: ## Remove what runs and builds left behind (keeps the virtual environments)
 	rm -rf runs build dist docs/api *.egg-info .pytest_cache .ruff_cache

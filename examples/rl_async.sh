@@ -7,10 +7,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 OUT=${OUT:-runs/rl_async}
-TASK=${TASK:-arithmetic:difficulty=1-2}
-BACKBONE_STEPS=${BACKBONE_STEPS:-400}
-HEAD_STEPS=${HEAD_STEPS:-80}
-RL_STEPS=${RL_STEPS:-80}
+TASK=${TASK:-arithmetic:difficulty=1}
+BACKBONE_STEPS=${BACKBONE_STEPS:-700}
+HEAD_STEPS=${HEAD_STEPS:-150}
+RL_STEPS=${RL_STEPS:-60}
 DATA=$OUT/data
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 export PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
@@ -20,7 +20,7 @@ stage() { printf '\n== %s\n' "$1"; }
 
 MODEL="--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention
   --num-query-groups 2 --kv-channels 32 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear
-  --position-embedding-type rope --seq-length 256 --max-position-embeddings 512
+  --position-embedding-type rope --seq-length 64 --max-position-embeddings 256
   --mtp-num-layers 3 --mtp-use-repeated-layer --hidden-dropout 0 --attention-dropout 0"
 RUN="--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
   --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
@@ -47,7 +47,8 @@ train() {
 
 stage "data: written-out sums, some steps of which are wrong"
 [ -e "$DATA/corpus.idx" ] ||
-  python -m bebop_megatron.rl.corpus --task "$TASK" --slips 0.15 --documents 20000 --output "$DATA"
+  python -m bebop_megatron.rl.corpus --task "$TASK" --slips 0.2 --documents 20000 --vocab-size 352 --pad-to 64 \
+    --output "$DATA"
 
 stage "backbone with a warm MTP head (cross entropy), $BACKBONE_STEPS steps"
 train backbone "$BACKBONE_STEPS" --mtp-loss ce --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08
@@ -58,8 +59,8 @@ train tv "$HEAD_STEPS" --pretrained-checkpoint "$OUT/backbone" --mtp-loss tv --m
 
 stage "GRPO, $RL_STEPS steps: one worker decodes while the learner trains"
 OMP_NUM_THREADS=1 python -m bebop_megatron.rl --load "$OUT/tv" --task "$TASK" --tokenizer "$DATA/tokenizer" \
-  --output "$OUT/rl" --steps "$RL_STEPS" --groups 8 --group-size 8 --groups-per-rollout 4 --max-new-tokens 96 \
-  --rule rejection --gamma 3 --lr 3e-4 --entropy-bonus 0.005 --micro-batch-size 32 --save-interval 20 "$@"
+  --output "$OUT/rl" --steps "$RL_STEPS" --groups 8 --group-size 8 --groups-per-rollout 4 --max-new-tokens 64 \
+  --rule rejection --gamma 3 --lr 2e-4 --entropy-bonus 0.003 --micro-batch-size 32 --save-interval 20 "$@"
 
 stage "what changed"
 python - "$OUT/rl/steps.jsonl" <<'PY'

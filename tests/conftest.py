@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent
 # by measured time, longest first
 LONGEST = (
     "test_readme.py",
+    "rl/test_loop.py",
     "test_pretrain.py",
     "mcore/test_features.py",
     "evaluation/test_cli.py",

@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     p for pattern in ("*.md", "docs/*.md", "patches/**/*.md") for p in ROOT.glob(pattern) if not p.name.startswith(".")
 )
-# flags of other programs that our pages call: torchrun, pip, pytest, pyxis; slime
+# flags of other programs that our pages call: torchrun, pip, pytest, pyxis, slime, SGLang, vLLM
 FOREIGN = """--help --nproc-per-node --signals-to-handle --no-deps --no-build-isolation --container-save --basetemp
---custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --hf-checkpoint""".split()
-# of SGLang and vLLM
+--custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --hf-checkpoint --model-path
+--per-request-spec-decode-metrics""".split()
+# of the same engines
 FOREIGN_PREFIXES = ("--sglang", "--speculative-")
 
 

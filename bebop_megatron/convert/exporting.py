@@ -15,6 +15,7 @@ from bebop_megatron.bridges.families import read_config, sizes_of, text_config, 
 from bebop_megatron.bridges.huggingface import INDEX, SINGLE, FolderReader, FolderWriter, Planned, into_shards
 from bebop_megatron.bridges.names import LM_HEAD
 from bebop_megatron.bridges.plan import Place, Row, Style, backbone_rows, mtp_rows
+from bebop_megatron.bridges.saved_arguments import saved_arguments
 from bebop_megatron.convert.findings import carried, in_checkpoint, located
 from bebop_megatron.mcore.torch_dist import TorchDistReader
 
@@ -32,7 +33,7 @@ class MegatronModel:
     def __init__(self, root: str | Path, config: dict[str, Any]) -> None:
         self.root, self.reader = root, TorchDistReader(root)
         self.sizes = sizes_of(config)
-        args = self.reader.common().get("args")
+        args = saved_arguments(self.reader)
         if args is None:
             raise ValueError(f"{root} does not hold the arguments it was trained with, so its model's shape is unknown")
         wrong = differences(config, args)

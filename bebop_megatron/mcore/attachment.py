@@ -40,6 +40,8 @@ class Attachment:
     validation: ValidationSums | None = None
     # --mtp-attention, where it was said
     attention: str | None = None
+    # what says how often to log, in training loops without Megatron's arguments
+    run: Any = None
 
     def __post_init__(self) -> None:
         self.early = EarlyPhase(self.metrics.entropy_baseline)

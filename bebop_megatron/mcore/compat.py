@@ -242,6 +242,13 @@ VALIDATION_SEAMS = (
     ),
     Seam("megatron.training.training", "print_rank_last", ("message",)),
 )
+# Megatron Bridge's own training loop
+BRIDGE_SEAMS = (
+    Seam("megatron.bridge.training.optim", "get_megatron_optimizer", ("config", "model_chunks", "config_overrides")),
+    Seam("megatron.bridge.training.optim", "_get_scheduler", ("optimizer_config", "scheduler_config", "optimizer")),
+    Seam("megatron.bridge.training.utils.train_utils", "print_rank_last", ("message",)),
+    Seam("megatron.bridge.data.utils", "GPTDataset"),
+)
 _SAVED = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")
 BEST_SEAMS = (
     Seam("megatron.training.training", "checkpoint_and_decide_exit", (*_SAVED, "checkpointing_context")),

@@ -153,11 +153,15 @@ def _mark(phase: Phase, iteration: int) -> None:
     """Say that a phase begins: on the screen, in TensorBoard, in Weights & Biases."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_0
 
+    print_rank_0(f"bebop_megatron: from iteration {iteration + 1}: {phase.describe(iteration)}")
+    mark_in(phase, iteration, get_tensorboard_writer(), get_wandb_writer())
+
+
+def mark_in(phase: Phase, iteration: int, writer: Any, wandb: Any) -> None:
+    """Write that a phase begins to TensorBoard and Weights & Biases, where there are such."""
     text = phase.describe(iteration)
-    print_rank_0(f"bebop_megatron: from iteration {iteration + 1}: {text}")
     # a step line that can be laid over any curve: 0 joint, 1 backbone frozen, 2 MTP head frozen
     code = {"none": 0, "backbone": 1, "mtp": 2}[phase.name]
-    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
     if writer:
         writer.add_text("mtp/freeze phase", text, iteration + 1)
         writer.add_scalar("mtp/freeze phase code", code, iteration + 1)

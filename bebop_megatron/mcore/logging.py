@@ -68,6 +68,12 @@ def write(values: Mapping[str, float], iteration: int, writer: Any, wandb_writer
         wandb_writer.log(dict(values), iteration)
 
 
+def _megatron_arguments() -> Any:
+    from megatron.training import get_args
+
+    return get_args()
+
+
 def make_track_mtp_metrics(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap Megatron's MTP logging; without an objective of ours it is Megatron's alone."""
 
@@ -81,14 +87,12 @@ def make_track_mtp_metrics(original: Callable[..., None]) -> Callable[..., None]
         if not in_use():
             original(loss_scale, iteration, writer, wandb_writer, total_loss_dict)
             return
-        from megatron.training import get_args
-
-        args = get_args()
-        if iteration % args.log_interval != 0:
-            return
         _left_out.clear()
         for attachment in in_use():
-            values = _gather(attachment, args)
+            run = attachment.run or _megatron_arguments()
+            if iteration % run.log_interval != 0:
+                continue
+            values = _gather(attachment, run)
             write(values, iteration, writer, wandb_writer)
             printed = {name: value for name, value in values.items() if in_line(name)}
             _left_out.update({name: value for name, value in printed.items() if value < 0})

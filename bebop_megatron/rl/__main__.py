@@ -90,7 +90,9 @@ def train(config: RLConfig, report: Any = lambda row: None) -> None:
     vocab_size, size = _check(config)
     with cluster(config, size) as ray:
         signal.signal(signal.SIGTERM, _interrupt)
-        Loop(config, vocab_size, ray, report).run()
+        loop = Loop(config, vocab_size, ray, report)
+        print(f"{config.output}: from step {loop.resumed_at} to {config.steps}", flush=True)
+        loop.run()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,6 +56,7 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
 
     # short: the path of a socket is limited
     folder = tempfile.mkdtemp(prefix="rl")
+    finished = False
     try:
         _start(
             ray,
@@ -68,11 +70,22 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
             _temp_dir=folder,
         )
         yield ray
+        finished = True
     finally:
         started = psutil.Process().children(recursive=True)
         ray.shutdown()
         _end(started)
+        if not finished:
+            _keep_logs(Path(folder), Path(config.output) / "logs")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_logs(session: Path, folder: Path) -> None:
+    """What workers and learner printed, for whoever looks for the reason of a failure."""
+    for path in session.glob("session_2*/logs/worker-*"):
+        if path.stat().st_size:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / path.name)
 
 
 def _end(processes: list[Any]) -> None:

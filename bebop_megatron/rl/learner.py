@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bebop_megatron.evaluation.surgery import unwrapped
-from bebop_megatron.rl.batch import Sample, micro_batches, samples_of
+from bebop_megatron.rl.batch import micro_batches, samples_of
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.grpo import log_prob_and_entropy, policy_loss
 from bebop_megatron.rl.records import Event, Rollout
@@ -261,19 +261,6 @@ class Learner:
         seen = {"loss": out.loss, "entropy": out.entropy, "importance": out.importance, "kl": out.kl}
         seen["truncated"] = out.truncated
         return out.loss, {name: torch.stack([value.detach(), total]) for name, value in seen.items()}
-
-    @torch.no_grad()
-    def log_probs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """Log-probabilities of completions under the present policy; one pipeline stage, for tests and checks."""
-        found = []
-        for sample in samples:
-            tokens = torch.tensor([sample.tokens])
-            logits = self.model(tokens, torch.arange(tokens.shape[1])[None], None)
-            values, _ = log_prob_and_entropy(
-                logits[:, :-1], tokens[:, 1:], vocab_size=self.vocab_size, temperature=self.config.temperature
-            )
-            found.append(values[0, -len(sample.log_probs) :].tolist())
-        return found
 
     def export(self) -> tuple[Event, Shards]:
         """This process's weights for the workers: what training can have moved since the run began."""

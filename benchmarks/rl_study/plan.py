@@ -44,7 +44,7 @@ class Size:
 
     model: plan.Size
     difficulty: str = "1"
-    documents: int = 15_000
+    documents: int = 20_000
     slips: float = 0.2
     seeds: tuple[int, ...] = (1, 2)
     steps: int = 60
@@ -55,12 +55,13 @@ class Size:
     max_new_tokens: int = 64
     gamma: int = 3
     temperature: float = 1.0
-    lr: float = 3e-4
-    mtp_lr: float = 3e-4
-    entropy_bonus: float = 0.02
-    micro_batch: int = 32
+    lr: float = 2e-4
+    mtp_lr: float = 2e-4
+    entropy_bonus: float = 0.03
+    micro_batch: int = 64
     staleness: int = 1
-    probe: int = 8
+    # expected acceptance of both rules takes the worker's time, and times are what is compared
+    probe: int = 0
     # of one cell; what takes longer is given up
     seconds: int = 600
     arms: tuple[str, ...] = field(default=tuple(arm.name for arm in ARMS))
@@ -75,9 +76,9 @@ FULL = Size(
         # as long as the longest document: each is a sample of its own
         sequence=64,
         batch=16,
-        backbone_steps=600,
+        backbone_steps=1000,
         warm_steps=150,
-        head_steps=250,
+        head_steps=200,
         lr=3e-3,
         head_lr=1e-3,
     )

@@ -46,7 +46,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def _gsm8k(named: Path | None) -> Path | None:
+def gsm8k_file(named: Path | None) -> Path | None:
     """The file of GSM8K, or None where there is none.
 
     Raises:
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     # the CPU platform answers for a GPU once it is entered
     measured_in = environment()
     try:
-        gsm8k = _gsm8k(args.gsm8k)
+        gsm8k = gsm8k_file(args.gsm8k)
         domains = _domains(args, gsm8k)
         study = Study(args.output.resolve(), QUICK if args.quick else FULL, domains, gsm8k and gsm8k.resolve())
     except ValueError as error:
