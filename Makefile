@@ -40,6 +40,15 @@ bridge-check: .venv-bridge/.ready ## Train through Megatron Bridge on a CPU and 
 	.venv-bridge/bin/python -m pip install --quiet --progress-bar off --no-deps megatron-bridge==0.6.2
 	@touch $@
 
+nemo-check: .venv-nemo/.ready ## Train through NeMo 2.7.3 on a CPU and compare with Megatron alone
+	OMP_NUM_THREADS=1 .venv-nemo/bin/python -m pytest -p no:cacheprovider tests/bridges/test_nemo.py
+
+.venv-nemo/.ready: pyproject.toml .ci/nemo.txt
+	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && { [ -x .venv-nemo/bin/python ] || "$$python" -m venv .venv-nemo; }
+	.venv-nemo/bin/python -m pip install --quiet --progress-bar off -r .ci/nemo.txt
+	.venv-nemo/bin/python -m pip install --quiet --progress-bar off --no-deps nemo_toolkit==2.7.3 -e .
+	@touch $@
+
 check: $(READY) ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

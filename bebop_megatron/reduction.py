@@ -54,6 +54,10 @@ def local_counts(valid: Tensor, num_tokens: Tensor, horizon: str, group: Any = N
     return StepCounts(counts[:-1], counts[-1], 1)
 
 
+# Megatron Bridge describes packed documents otherwise, and ends its bounds with sentinels
+_OTHER_PACKING = ("cu_seqlens_q", "cu_seqlens_argmin", "cu_seqlens_unpadded")
+
+
 def _document_bounds(batch: dict[str, Any], b: int) -> tuple[Tensor | None, Tensor | None]:
     """Cumulative lengths of a batch's documents, without their padding (None if there is none) and with it."""
     bounds, padded = (
@@ -71,7 +75,7 @@ def batch_counts(batches: Iterable[Any], depths: int, horizon: str) -> Tensor:
     total = torch.zeros(2 + depths, dtype=torch.float64)
     for batch in batches:
         mask = batch.get("loss_mask") if isinstance(batch, dict) else None
-        if mask is None:
+        if mask is None or any(key in batch for key in _OTHER_PACKING):
             total[0] += 1
             continue
         unpadded, bounds = _document_bounds(batch, len(mask))

@@ -229,7 +229,8 @@ def plot(data: dict[str, Any], path: Path) -> None:
         axis.axhline(1, color="black", linewidth=1)
         axis.set_title(f"batch {batch}", fontsize=9)
         axis.set_xlabel("gamma", fontsize=8)
-        axis.set_ylim(bottom=0)
+        axis.set_xticks(GAMMAS)
+        axis.set_ylim(0, GAMMAS[-1] + 1)
         axis.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=7)
     hardware = environment.get("gpu") or f"{environment['cpu']}, {environment['threads']} threads"

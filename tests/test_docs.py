@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     p for pattern in ("*.md", "docs/*.md", "patches/**/*.md") for p in ROOT.glob(pattern) if not p.name.startswith(".")
 )
-# flags of other programs that our pages call: torchrun, pip, pytest, pyxis; slime
+# flags of other programs that our pages call: torchrun, pip, pytest, pyxis; slime, vLLM, SGLang
 FOREIGN = """--help --nproc-per-node --signals-to-handle --no-deps --no-build-isolation --container-save --basetemp
---custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --hf-checkpoint""".split()
+--custom-megatron-init-path --custom-model-provider-path --enable-mtp-training --hf-checkpoint
+--per-request-spec-decode-metrics --model-path""".split()
 # of SGLang and vLLM
 FOREIGN_PREFIXES = ("--sglang", "--speculative-")
 

@@ -1,5 +1,6 @@
 """Normalisation counts. Catches 1/cp, local instead of global counts, and 0/0 of a batch without targets."""
 
+import pytest
 import torch
 
 from bebop_megatron.alignment import align
@@ -55,3 +56,11 @@ def test_local_counts_are_megatrons_own_normalisation():
     counts = local_counts(align(mask, 2).valid, mask.sum(), "per-depth")
     assert counts.anchors.tolist() == [3, 2]
     assert counts.tokens == 4
+
+
+@pytest.mark.parametrize("key", ["cu_seqlens_q", "cu_seqlens_argmin", "cu_seqlens_unpadded"])
+def test_packed_batches_of_megatron_bridge_are_not_counted_as_whole_sequences(key):
+    plain = {"loss_mask": torch.ones(1, 8), "tokens": torch.zeros(1, 8), "labels": torch.zeros(1, 8)}
+    bounds = torch.tensor([[0, 4, 8]], dtype=torch.int32)
+    assert batch_counts([plain], 2, "full")[0] == 0
+    assert batch_counts([plain | {key: bounds}], 2, "full")[0] == 1

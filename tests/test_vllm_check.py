@@ -231,7 +231,9 @@ def test_the_document_has_what_was_published():
         assert row["stderr"] <= 0.01
         assert abs(row["vllm"] - row["ours"]) <= 3 * row["stderr"]
         assert abs(row["vllm"] - row["expected"]) <= 3 * row["stderr"]
-    assert set(data["planted"]) == set(plants.PLANTS)
+    for fault, found in data["planted"].items():
+        assert fault in plants.PLANTS
+        assert not all(row["agree"] for row in found)
     assert "| qwen3-next | target-only | 3 |" in block(data)
 
 

@@ -34,7 +34,7 @@ def summed_over_ranks(state: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _gather(attachment: Attachment, args: Any) -> dict[str, float]:
+def gather(attachment: Attachment, args: Any) -> dict[str, float]:
     """Metrics over the interval and all data-parallel ranks; starts the next interval.
 
     Collectives: one all-reduce over the data x context parallel group; in the run's early phase one broadcast more.
@@ -92,7 +92,7 @@ def make_track_mtp_metrics(original: Callable[..., None]) -> Callable[..., None]
             run = attachment.run or _megatron_arguments()
             if iteration % run.log_interval != 0:
                 continue
-            values = _gather(attachment, run)
+            values = gather(attachment, run)
             write(values, iteration, writer, wandb_writer)
             printed = {name: value for name, value in values.items() if in_line(name)}
             _left_out.update({name: value for name, value in printed.items() if value < 0})

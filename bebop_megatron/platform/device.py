@@ -204,6 +204,8 @@ def _patch_tensors(patcher: Patcher) -> None:
 
     loader_init = torch.utils.data.DataLoader.__init__
 
+    # Lightning reads the parameters' names
+    @functools.wraps(loader_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["pin_memory"] = False
         loader_init(self, *args, **kwargs)
