@@ -86,6 +86,9 @@ def test_demo_and_the_commands_below_it_run(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*.distcp")} == checkpoints
 
     for command in commands("^python -m"):
+        if re.search(r"\b[A-Z]{4,}\b", command):
+            # of the reader's own folders: tests/bridges/test_convert.py runs it on some
+            continue
         words = command.replace("runs/demo", str(out)).replace("runs/eval", str(tmp_path / "eval")).split()
         words = [sys.executable if w == "python" else "100" if w == "6000" else w for w in words]
         if "build" in words or "tokenizer" in words:
