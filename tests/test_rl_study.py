@@ -154,6 +154,9 @@ def test_a_cell_counts_only_when_all_its_steps_are_there(tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match=reason):
             study.work(job)
         assert not study.done(job)
+    monkeypatch.setattr(RLStudy, "command", lambda self, cell: ["sleep", "60"])
+    with pytest.raises(SystemExit, match="took more than 1 seconds"):
+        replace(study, size=replace(study.size, seconds=1), output=tmp_path / "slow").work(job)
     pretend('{"step": 0}\n{"step": 1}\n', 0)
     study.work(job)
     assert study.done(job)

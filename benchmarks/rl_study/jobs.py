@@ -18,6 +18,7 @@ from benchmarks.study.jobs import DONE, Job, claim
 from benchmarks.study.plan import Head
 
 STEPS, TRACE = "steps.jsonl", "trace.jsonl"
+_PATIENCE_SECONDS = 30
 # what torchrun would set, and a process of its own must not find
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -134,13 +135,23 @@ class RLStudy:
         return [sys.executable, "-m", "bebop_megatron.rl", *flags]
 
     def _run(self, cell: Cell, folder: Path) -> None:
-        """Run the cell; one that was interrupted goes on, its steps are what it says they are."""
+        """Run the cell; one that was interrupted goes on from its last checkpoint, or starts again."""
         folder.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
         # the run is its own process: this one has a Megatron that was made for training
-        done = subprocess.run(self.command(cell), env=environment, timeout=self.size.seconds, check=False)
-        if done.returncode:
-            raise SystemExit(f"the run ended with {done.returncode}")
+        process = subprocess.Popen(self.command(cell), env=environment)
+        try:
+            code = process.wait(self.size.seconds)
+        except subprocess.TimeoutExpired:
+            # it ends what it started; killed, it could not
+            process.terminate()
+            try:
+                process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise SystemExit(f"the run took more than {self.size.seconds} seconds") from None
+        if code:
+            raise SystemExit(f"the run ended with {code}")
         found = len(read_lines(folder / STEPS))
         if found != self.size.steps:
             raise SystemExit(f"{folder / STEPS} has {found} steps of {self.size.steps}")

@@ -122,7 +122,8 @@ def readings(rows: Sequence[Row], events: dict[str, list[dict[str, Any]]]) -> li
     said = [_bounds(rows, name) for name in arms_of(rows) if name != BASELINE]
     out = [sentence for sentence in said if sentence]
     for name, found in events.items():
-        share = overlap(found, "learner", "worker")
+        # a checkpoint behind the last step has nothing beside it
+        share = overlap([event for event in found if event["event"] != "save"], "learner", "worker")
         if share is not None:
-            out.append(f"{name}: for {100 * share:.0f}% of the learner's time, rollouts run beside it.")
+            out.append(f"{name}: for {100 * share:.0f}% of the time that the learner trains, rollouts run beside it.")
     return out
