@@ -56,6 +56,7 @@ class Size:
     gamma: int = 3
     temperature: float = 1.0
     lr: float = 3e-4
+    mtp_lr: float = 3e-4
     entropy_bonus: float = 0.03
     micro_batch: int = 64
     staleness: int = 1
@@ -138,4 +139,5 @@ def flags(size: Size, cell: Cell, *, checkpoint: Path, tokenizer: Path, output: 
     --lr {size.lr} --entropy-bonus {size.entropy_bonus} --micro-batch-size {size.micro_batch} --probe {size.probe}
     --threads 1 --workers 1 --save-interval 0"""
     where = ["--load", str(checkpoint), "--tokenizer", str(tokenizer), "--output", str(output), "--task", task(size)]
-    return [*where, *text.split()]
+    head = [] if arm.strategy == "frozen" else ["--mtp-lr", str(size.mtp_lr)]
+    return [*where, *text.split(), *head]
