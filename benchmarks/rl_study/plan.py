@@ -47,9 +47,9 @@ class Size:
     documents: int = 15_000
     slips: float = 0.2
     seeds: tuple[int, ...] = (1, 2)
-    steps: int = 45
+    steps: int = 50
     groups: int = 8
-    group_size: int = 16
+    group_size: int = 8
     # few rows at a time, so that a decoding step costs about the same for one token and for four
     groups_per_rollout: int = 1
     max_new_tokens: int = 64
