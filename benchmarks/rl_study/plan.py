@@ -7,7 +7,7 @@ comparisons.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.study import plan
@@ -83,6 +83,8 @@ FULL = Size(
         head_lr=1e-3,
     )
 )
+# the full study with the policy's entropy pushed up on purpose: does acceptance follow it
+STRESS = replace(FULL, entropy_bonus=0.1, seeds=(1,), arms=("to-ce", "rs-ce", "rs-tv-frozen"))
 QUICK = Size(
     plan.Size(
         layers=3,
