@@ -19,8 +19,8 @@ from bebop_megatron.rl.config import RLConfig
 from benchmarks.rl_study import plan
 from benchmarks.rl_study.command import main
 from benchmarks.rl_study.figures import draw
-from benchmarks.rl_study.jobs import STEPS, TRACE, RLStudy, read_lines
-from benchmarks.rl_study.plan import ARMS, BASELINE, FULL, QUICK, Cell
+from benchmarks.rl_study.jobs import STEPS, TRACE, RLStudy, adopt, read_lines
+from benchmarks.rl_study.plan import ARMS, BASELINE, FULL, QUICK, STRESS, Cell
 from benchmarks.rl_study.publish import block, publish, traces
 from benchmarks.rl_study.results import (
     FIELDS,
@@ -102,7 +102,7 @@ def test_arms_are_what_their_names_say():
     assert FULL.seconds <= 600
 
 
-@pytest.mark.parametrize("size", [FULL, QUICK], ids=["full", "quick"])
+@pytest.mark.parametrize("size", [FULL, QUICK, STRESS], ids=["full", "quick", "stress"])
 def test_the_loop_understands_every_cell(size, tmp_path):
     study = RLStudy(tmp_path, size, running=True)
     for cell in study.cells:
@@ -133,6 +133,24 @@ def test_jobs_follow_what_they_need_and_finished_ones_stay(tmp_path):
     assert [job.name for job in running.jobs()] == [f"{arm}-seed1" for arm in QUICK.arms]
     with pytest.raises(ValueError, match=r"another size \(steps differ\)"):
         RLStudy(tmp_path, replace(QUICK, steps=99))
+
+
+def test_the_stress_takes_over_what_the_full_study_trained(tmp_path):
+    full, stress = tmp_path / "full", tmp_path / "stress"
+    RLStudy(full, FULL)
+    folders = [full / "data", *(full / "trained" / name for name in ("backbone", "warm", "ce", "tv"))]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    study = RLStudy(stress, STRESS)
+    adopt(study, full)
+    assert not (stress / "trained").exists()
+    for folder in folders:
+        (folder / DONE).write_text("{}")
+    adopt(RLStudy(tmp_path / "other", replace(STRESS, slips=0.5)), full)
+    assert not (tmp_path / "other/trained").exists()
+    adopt(study, full)
+    assert all(study.done(job) for job in study.jobs())
+    assert STRESS.entropy_bonus > FULL.entropy_bonus
 
 
 def test_a_cell_counts_only_when_all_its_steps_are_there(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 python -m benchmarks.rl_study                # everything, into runs/rl_study
 python -m benchmarks.rl_study --quick        # small, into runs/rl_study-quick
+python -m benchmarks.rl_study --stress       # three arms with a larger entropy bonus, into runs/rl_study-stress
 python -m benchmarks.rl_study --publish      # also copy results and figures to benchmarks/, tables to docs/rl.md
 """
 
@@ -15,8 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.rl_study.jobs import RLStudy
-from benchmarks.rl_study.plan import FULL, QUICK
+from benchmarks.rl_study.jobs import RLStudy, adopt
+from benchmarks.rl_study.plan import FULL, QUICK, STRESS
 from benchmarks.study.jobs import Job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,13 +28,19 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.rl_study", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="small model, few steps, into runs/rl_study-quick")
+    parser.add_argument(
+        "--stress", action="store_true", help="entropy pushed up, into runs/rl_study-stress"
+    )
     parser.add_argument("--output", type=Path, help="folder of the study (runs/rl_study); what is there stays")
     parser.add_argument("--publish", action="store_true", help="copy the results into benchmarks/ and docs/rl.md")
     parser.add_argument("--report-only", action="store_true", help="run nothing: tables and figures of what is there")
     args = parser.parse_args(argv)
     if args.publish and args.quick:
         parser.error("--publish is for the full study: a quick one says too little")
-    args.output = args.output or ROOT / "runs" / ("rl_study-quick" if args.quick else "rl_study")
+    if args.quick and args.stress:
+        parser.error("--quick and --stress are two studies: choose one")
+    name = "rl_study-quick" if args.quick else "rl_study-stress" if args.stress else "rl_study"
+    args.output = args.output or ROOT / "runs" / name
     return args
 
 
@@ -87,11 +94,14 @@ def main(argv: list[str] | None = None) -> None:
     # the CPU platform answers for a GPU once it is entered
     measured_in = environment()
     try:
-        study = RLStudy(args.output.resolve(), QUICK if args.quick else FULL)
+        study = RLStudy(args.output.resolve(), QUICK if args.quick else STRESS if args.stress else FULL)
     except ValueError as error:
         sys.exit(f"error: {error}")
     failed: dict[str, str] = {}
     if not args.report_only:
+        if args.stress:
+            # backbone and heads are those of the full study
+            adopt(study, ROOT / "runs/rl_study")
         file = study.output / "environment.json"
         if not file.is_file():
             write_json(file, measured_in | {"threads": 1, "load_before": round(os.getloadavg()[0], 2)})
@@ -113,5 +123,5 @@ def main(argv: list[str] | None = None) -> None:
     if args.publish:
         from benchmarks.rl_study.publish import publish
 
-        for file in publish(study, ROOT):
+        for file in publish(study, ROOT, "stress" if args.stress else ""):
             _say(f"published: {file}")

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from benchmarks.study.plan import Head
 
 STEPS, TRACE = "steps.jsonl", "trace.jsonl"
 _PATIENCE_SECONDS = 30
+# settings that texts, backbone and heads depend on
+_MADE_OF = ("model", "difficulty", "documents", "slips")
 # what torchrun would set, and a process of its own must not find
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -155,6 +157,18 @@ class RLStudy:
         found = len(read_lines(folder / STEPS))
         if found != self.size.steps:
             raise SystemExit(f"{folder / STEPS} has {found} steps of {self.size.steps}")
+
+
+def adopt(study: RLStudy, other: Path) -> None:
+    """Copy texts, backbone and heads of another study if they are what this one would make, and it has none yet."""
+    settings = other / "settings.json"
+    if not settings.is_file() or (study.output / "trained").exists():
+        return
+    found, wanted = json.loads(settings.read_text()), json.loads(json.dumps(asdict(study.size)))
+    done = [other / "data" / DONE, *(other / "trained" / name / DONE for name in ("backbone", "warm", *HEADS))]
+    if all(found.get(name) == wanted[name] for name in _MADE_OF) and all(file.is_file() for file in done):
+        for name in ("data", "trained"):
+            shutil.copytree(other / name, study.output / name)
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ comparisons.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.study import plan
@@ -47,9 +47,9 @@ class Size:
     documents: int = 15_000
     slips: float = 0.2
     seeds: tuple[int, ...] = (1, 2)
-    steps: int = 45
+    steps: int = 50
     groups: int = 8
-    group_size: int = 16
+    group_size: int = 8
     # few rows at a time, so that a decoding step costs about the same for one token and for four
     groups_per_rollout: int = 1
     max_new_tokens: int = 64
@@ -83,6 +83,8 @@ FULL = Size(
         head_lr=1e-3,
     )
 )
+# the full study with the policy's entropy pushed up on purpose: does acceptance follow it
+STRESS = replace(FULL, entropy_bonus=0.1, seeds=(1,), arms=("to-ce", "rs-ce", "rs-tv-frozen"))
 QUICK = Size(
     plan.Size(
         layers=3,

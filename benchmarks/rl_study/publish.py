@@ -49,12 +49,15 @@ def block(data: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n" + markdown_of(tables(rows), readings(rows, events), level=3, title="Readings")
 
 
-def publish(study: RLStudy, root: Path) -> list[Path]:
-    """Copy results and figures into `benchmarks/`, tables into docs/rl.md; returns the files."""
+def publish(study: RLStudy, root: Path, kind: str = "") -> list[Path]:
+    """Copy results and figures into `benchmarks/`, tables into docs/rl.md; returns the files.
+
+    A study of another `kind` than the full one has no block in the document.
+    """
     from bebop_megatron.evaluation.results import replacing
 
     where = json.loads((study.output / "environment.json").read_text())
-    name = f"rl-study-{machine_name(where)}-{where['date']}"
+    name = "-".join(["rl-study", *([kind] if kind else []), machine_name(where), where["date"]])
     rows = rows_of(study)
     # the middle of a run says what the whole does
     events = {arm: trace_of(found, _KEPT_SECONDS)[1] for arm, found in traces(study).items()}
@@ -65,5 +68,7 @@ def publish(study: RLStudy, root: Path) -> list[Path]:
     with replacing(file) as partial:
         partial.write_text(json.dumps(head)[:-1] + ', "results": ' + lines_of(rows) + "}\n")
     assert load_results(file) == json.loads(lines_of(rows))
+    if kind:
+        return [file, *figures]
     update_document(root / "docs/rl.md", file, block)
     return [file, *figures, root / "docs/rl.md"]
