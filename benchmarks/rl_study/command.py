@@ -28,9 +28,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.rl_study", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="small model, few steps, into runs/rl_study-quick")
-    parser.add_argument(
-        "--stress", action="store_true", help="entropy pushed up, into runs/rl_study-stress"
-    )
+    parser.add_argument("--stress", action="store_true", help="entropy pushed up, into runs/rl_study-stress")
     parser.add_argument("--output", type=Path, help="folder of the study (runs/rl_study); what is there stays")
     parser.add_argument("--publish", action="store_true", help="copy the results into benchmarks/ and docs/rl.md")
     parser.add_argument("--report-only", action="store_true", help="run nothing: tables and figures of what is there")
