@@ -5,11 +5,13 @@ Megatron's own training loop, arguments, data, optimizer and checkpoints, with o
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.mcore.checkpoints import is_checkpoint, require_mtp_weights
+from bebop_megatron.mcore.checkpoints import is_checkpoint, require_mtp_weights, require_whole
+from bebop_megatron.outputs import check_writable, hold
 
 
 def _print_once(message: str) -> None:
@@ -44,8 +46,11 @@ def _check_data_files(args: Any) -> None:
     """Refuse a data prefix without its two files before anything is built.
 
     Raises:
-        ValueError: with the file that is missing.
+        ValueError: with the file that is missing, cut short, or of another build.
     """
+    from bebop_megatron.data.build import MASK_SUFFIX
+    from bebop_megatron.data.indexed import require_whole_pair
+
     for option in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in getattr(args, option) or ():
             # a blend alternates weights and prefixes; object stores are Megatron's to check
@@ -61,6 +66,34 @@ def _check_data_files(args: Any) -> None:
                         f"--{option.replace('_', '-')} {prefix}: {prefix}{suffix} does not exist. Give the prefix of a "
                         ".bin/.idx pair, for example one made by python -m bebop_megatron.data build"
                     )
+            if _is_first():
+                require_whole_pair(prefix)
+                if Path(prefix + MASK_SUFFIX + ".idx").is_file():
+                    require_whole_pair(prefix + MASK_SUFFIX)
+
+
+def _is_first() -> bool:
+    """Whether this is the process that looks at files for all: one that ends takes the others with it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check_folders(args: Any) -> Any:
+    """See that what will be loaded is whole, and that nobody else writes where we save; returns the lock.
+
+    Raises:
+        ValueError: a damaged checkpoint, a folder that cannot be written, another run that saves there.
+    """
+    if not _is_first():
+        return None
+    start = _starting_checkpoint(args)
+    if start is None and args.pretrained_checkpoint:
+        raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} is no Megatron checkpoint")
+    if start is not None and args.ckpt_step is None:
+        require_whole(start)
+    if not args.save:
+        return None
+    check_writable(args.save, "--save", is_folder=True)
+    return hold(args.save, f"--save {args.save}")
 
 
 def prepare(args: Any, config: Any) -> None:
@@ -145,10 +178,18 @@ def main() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
+    try:
+        args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
+    except (AssertionError, ValueError) as error:
+        # Megatron checks most flags by assertions
+        if not str(error):
+            raise
+        sys.exit(f"error: {error}")
     from bebop_megatron.mcore.batches import forward_step, make_dataset_provider
 
     try:
+        # until the end of the process
+        lock = _check_folders(args)  # noqa: F841
         config = _model_config(args)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -22,6 +22,9 @@ BAD = {
     "must be positive": ["--mtp-loss", "tv", "--mtp-loss-temperature", "0"],
     "unknown part 'head'": ["--mtp-loss", "tv", "--mtp-freeze-schedule", "head"],
     "the freeze schedule is empty": ["--mtp-loss", "tv", "--mtp-freeze-schedule", ""],
+    "world size (1) is not divisible": ["--tensor-model-parallel-size", "2"],
+    "--pretrained-checkpoint /nowhere is no Megatron checkpoint": ["--pretrained-checkpoint", "/nowhere"],
+    "--save /proc/x cannot be written": ["--save", "/proc/x", "--save-interval", "1"],
     "drop one": ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--mtp-joint"],
 }
 

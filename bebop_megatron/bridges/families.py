@@ -112,12 +112,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """A Hugging Face folder's config.json; its text model's part where there is a vision model too.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it is no JSON.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ itself (a JSON header, then bytes) lets every tensor go straight to its place.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from bebop_megatron.outputs import PartialFolder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {
@@ -52,13 +55,23 @@ class TensorInfo:
         return self.shape.numel() * self.dtype.itemsize
 
 
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+
+
 def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         start = file.read(8)
         size = int.from_bytes(start, "little")
         if len(start) < 8 or size > path.stat().st_size - 8:
             raise ValueError(f"{path} is not a whole safetensors file")
-        header = json.loads(file.read(size))
+        try:
+            header = json.loads(file.read(size))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: its header is no JSON ({error})") from error
     header.pop("__metadata__", None)
     end = max((value["data_offsets"][1] for value in header.values()), default=0)
     if 8 + size + end != path.stat().st_size:
@@ -80,7 +93,7 @@ class FolderReader:
         self.folder = Path(folder)
         index = self.folder / INDEX
         if index.is_file():
-            places = json.loads(index.read_text())["weight_map"]
+            places = _json(index)["weight_map"]
             files = sorted(set(places.values()))
         elif (self.folder / SINGLE).is_file():
             places, files = None, [SINGLE]
@@ -153,14 +166,12 @@ class FolderWriter:
     Files go to a folder beside it, which is renamed at the end: an interrupted run leaves nothing under its name.
 
     Raises:
-        ValueError: the folder exists and is not empty.
+        ValueError: the folder exists and is not empty, or another process is writing it.
     """
 
     def __init__(self, folder: str | Path, shards: dict[str, list[Planned]]) -> None:
-        self.folder = Path(folder)
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise ValueError(f"{self.folder} exists: give a new folder, nothing is overwritten")
-        self.partial = self.folder.with_name(f".{self.folder.name}.partial")
+        self._output = PartialFolder(Path(folder))
+        self.partial = self._output.path
         self.shards = shards
         self._at: dict[str, tuple[str, int, Planned]] = {}
         self._written: dict[str, set[tuple[int, ...]]] = {}
@@ -168,8 +179,15 @@ class FolderWriter:
         self._files: dict[str, Any] = {}
 
     def __enter__(self) -> FolderWriter:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        self._output.begin()
+        try:
+            self._begin_files()
+        except BaseException:
+            self.__exit__(BaseException)
+            raise
+        return self
+
+    def _begin_files(self) -> None:
         for file, tensors in self.shards.items():
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             offset = 0
@@ -192,13 +210,13 @@ class FolderWriter:
             for tensor in tensors:
                 name, at, planned = self._at[tensor.name]
                 self._at[tensor.name] = (name, start + at, planned)
-        return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         for file in self._files.values():
-            file.close()
-        if kind is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            # the error that ended the block is the one to hear of; `finish` has closed them where there was none
+            with contextlib.suppress(OSError):
+                file.close()
+        self._output.end(kind)
 
     def write(self, name: str, value: Tensor, index: tuple[int, ...] = ()) -> None:
         """Write `tensor[index]`.
@@ -243,7 +261,7 @@ class FolderWriter:
             places = {name: file for name, (file, _, _) in self._at.items()} | (others or {})
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (self.partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        self.partial.replace(self.folder)
+        self._output.publish()
         return copied
 
 

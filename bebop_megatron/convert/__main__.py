@@ -8,6 +8,22 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from bebop_megatron.outputs import reason
+
+
+def _depth(text: str) -> int:
+    depth = int(text)
+    if depth < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {depth}")
+    return depth
+
+
+def _size(text: str) -> float:
+    size = float(text)
+    if not 0 < size < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a size above 0, got {text}")
+    return size
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -22,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, required=True, help="new checkpoint folder, for --load")
     command.add_argument("--model", choices=("gpt", "hybrid"), help="default: hybrid with gated delta nets, else gpt")
     command.add_argument("--init-mtp", choices=methods, help=make)
-    command.add_argument("--mtp-depth", type=int, help="draft steps that the checkpoint's arguments ask for")
+    command.add_argument("--mtp-depth", type=_depth, help="draft steps that the checkpoint's arguments ask for")
     command.add_argument("--seed", type=int, default=0, help="of a new MTP layer")
 
     command = commands.add_parser("export", help="torch_dist checkpoint -> Hugging Face folder")
@@ -33,13 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, required=True, help="new folder")
     command.add_argument("--only-mtp", action="store_true", help="only what has to be copied over --hf")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in the checkpoint")
-    command.add_argument("--shard-gb", type=float, default=5.0, help="size of a file at most, in GB")
+    command.add_argument("--shard-gb", type=_size, default=5.0, help="size of a file at most, in GB")
 
     command = commands.add_parser("attach", help="give a torch_dist checkpoint without MTP layers one")
     command.add_argument("--load", type=Path, required=True)
     command.add_argument("--output", type=Path, required=True)
     command.add_argument("--init-mtp", choices=methods, default="last-layer", help=make)
-    command.add_argument("--mtp-depth", type=int, default=1)
+    command.add_argument("--mtp-depth", type=_depth, default=1)
     command.add_argument("--seed", type=int, default=0)
 
     command = commands.add_parser("inspect", help="what a checkpoint of either kind holds")
@@ -81,6 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("\n".join(convert.inspect_path(options.path)))
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        # a full disk does not say where it is
+        where = "" if error.filename else f"{getattr(options, 'output', options.command)}: "
+        sys.exit(f"error: {where}{reason(error)}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from bebop_megatron.data.description import read_description
 from bebop_megatron.data.documents import FORMATS, first_bytes, input_files, parse_keys, read_documents
+from bebop_megatron.outputs import reason
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,8 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Megatron names every optional package that is not there, on import
             warnings.simplefilter("ignore")
             options.run(options)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        # a full disk does not say where it is
+        where = "" if error.filename else f"{getattr(options, 'output', options.command)}: "
+        print(f"error: {where}{reason(error)}", file=sys.stderr)
         return 2
     return 0
 

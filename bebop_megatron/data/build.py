@@ -25,6 +25,7 @@ from bebop_megatron.data.description import Description, read_description, write
 from bebop_megatron.data.documents import Document
 from bebop_megatron.data.encode import Encoded, encode, padded
 from bebop_megatron.data.tokenizer import tokenizer_hash
+from bebop_megatron.outputs import held
 
 MASK_SUFFIX = "_mask"
 HOLDOUT_SUFFIX = "-holdout"
@@ -127,7 +128,10 @@ def build(
     check_output(prefix, overwrite=overwrite)
     target = Path(prefix)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as name:
+    with (
+        held(prefix, "--output"),
+        tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as name,
+    ):
         folder = Path(name)
         summaries = _write(documents, tokenizer, folder, target.name, format, holdout, pad_to)
         _publish(folder, prefix)

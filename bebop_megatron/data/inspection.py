@@ -9,6 +9,7 @@ import numpy as np
 
 from bebop_megatron.data.build import MASK_SUFFIX
 from bebop_megatron.data.description import read_description
+from bebop_megatron.data.indexed import require_whole_pair
 
 # not in any alphabet that a corpus is likely to use
 MASKED_OPEN, MASKED_CLOSE = "⟦", "⟧"
@@ -26,10 +27,13 @@ def inspect(prefix: str, tokenizer: Any, *, document: int = 0, max_tokens: int =
 
     if not IndexedDataset.exists(prefix):
         raise ValueError(f"{prefix}.bin and {prefix}.idx are not both there; pass the prefix without a suffix")
+    require_whole_pair(prefix)
     tokens = IndexedDataset(prefix)
     if not 0 <= document < len(tokens):
         raise ValueError(f"--document must be 0 to {len(tokens) - 1}, got {document}")
     has_mask = IndexedDataset.exists(prefix + MASK_SUFFIX)
+    if has_mask:
+        require_whole_pair(prefix + MASK_SUFFIX)
     mask = IndexedDataset(prefix + MASK_SUFFIX) if has_mask else None
     if mask is not None and not np.array_equal(mask.sequence_lengths, tokens.sequence_lengths):
         raise ValueError(f"{prefix}{MASK_SUFFIX} has other documents than {prefix}; build both again")

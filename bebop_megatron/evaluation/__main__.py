@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from bebop_megatron.evaluation.options import add_amount, add_decoding, add_source
 from bebop_megatron.evaluation.subject import is_first
+from bebop_megatron.outputs import check_writable, reason
 
 COMMANDS = {
     "generate": "bebop_megatron.evaluation.generate",
@@ -62,18 +63,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     from bebop_megatron.evaluation.sweep_report import run, write_report
 
     try:
+        # at the end of the measurement it would be too late
+        if options.output and is_first():
+            check_writable(options.output, "--output")
+        if options.report and is_first():
+            check_writable(options.report, "--report", is_folder=True)
         if options.report:
             outcomes = run(options)
             rows = write_report(options, outcomes) if is_first() else []
         else:
             rows = evaluate(options)
+        if options.output and is_first():
+            write_json(options.output, summary_payload(rows, rows[0].baseline_tokens_per_second))
     except ValueError as error:
         sys.exit(f"error: {error}")
-    if is_first():
-        if options.output:
-            write_json(options.output, summary_payload(rows, rows[0].baseline_tokens_per_second))
-        if not options.quiet:
-            print_table(rows)
+    except OSError as error:
+        sys.exit(f"error: {reason(error)}")
+    if is_first() and not options.quiet:
+        print_table(rows)
     import torch
 
     if torch.distributed.is_initialized():

@@ -95,7 +95,10 @@ class CompletionFile:
     def _resume(self) -> None:
         if not self.sidecar.exists():
             raise ValueError(f"--output {self.path} is there, but {self.sidecar} is not: choose another file")
-        saved = json.loads(self.sidecar.read_text())
+        try:
+            saved = json.loads(self.sidecar.read_text())
+        except ValueError as error:
+            raise ValueError(f"{self.sidecar} is no JSON ({error}): choose another --output") from error
         changed = {name: saved["settings"].get(name) for name in self.settings}
         wrong = [f"{name}={old!r}, now {self.settings[name]!r}" for name, old in changed.items()
                  if old != self.settings[name]]  # fmt: skip
@@ -109,8 +112,11 @@ class CompletionFile:
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
         for number, line in enumerate(whole.splitlines(), start=1):
-            record = json.loads(line)
-            if "id" not in record:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = {}
+            if not isinstance(record, dict) or "id" not in record:
                 raise ValueError(f"--output {self.path}, line {number} is no completion of this command")
             self.written[record["id"]] += 1
 

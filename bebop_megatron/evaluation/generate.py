@@ -23,6 +23,7 @@ from bebop_megatron.evaluation.prompts import Prompt, read_prompt_records
 from bebop_megatron.evaluation.settings import ATTENTION_MODES, DecodeConfig, parse_gamma
 from bebop_megatron.evaluation.subject import vocabulary
 from bebop_megatron.evaluation.verify import RULES
+from bebop_megatron.outputs import check_writable, held, reason
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -242,9 +243,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_options(parser)
     options = parser.parse_args(argv)
     try:
-        about = generate(options)
+        if os.environ.get("RANK", "0") == "0":
+            check_writable(options.output, "--output")
+            # two would write the same samples twice
+            with held(options.output, "--output"):
+                about = generate(options)
+        else:
+            about = generate(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {reason(error)}; what {options.output} holds is whole, the same command goes on from it")
     import torch
 
     if os.environ["RANK"] == "0" and not options.quiet:

@@ -163,8 +163,8 @@ def load_model(
     over.
 
     Raises:
-        ValueError: not such a checkpoint; no MTP weights in it though `with_mtp`; a number of processes that
-            `tensor_parallel` does not divide.
+        ValueError: not such a checkpoint, or a damaged one; no MTP weights in it though `with_mtp`; a number of
+            processes that `tensor_parallel` does not divide.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if tensor_parallel is not None and (tensor_parallel < 1 or world % tensor_parallel):
@@ -172,15 +172,18 @@ def load_model(
     with warnings.catch_warnings():
         # Megatron's import tells at length which optional packages are missing
         warnings.simplefilter("ignore")
-        from bebop_megatron.mcore.checkpoints import has_mtp_weights
+        from bebop_megatron.mcore.checkpoints import damage_named, has_mtp_weights, require_whole
 
+        if iteration is None:
+            require_whole(path)
         if with_mtp and not has_mtp_weights(path):
             raise ValueError(f"the checkpoint {path} has no MTP weights (no tensor is named mtp.*): nothing can draft")
         if not torch.cuda.is_available():
             enter()
     _environment()
     with _quiet():
-        args, trained = _arguments(path, iteration, with_mtp, tensor_parallel)
+        with damage_named(path):
+            args, trained = _arguments(path, iteration, with_mtp, tensor_parallel)
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
         from megatron.training.checkpointing import load_checkpoint
@@ -194,7 +197,8 @@ def load_model(
             wrap_with_ddp=False,
             data_parallel_random_init=False,
         )
-        load_checkpoint(models, None, None)
+        with damage_named(path):
+            load_checkpoint(models, None, None)
     models[0].eval()
     padding = args.make_vocab_size_divisible_by * getattr(trained, "tensor_model_parallel_size", 1)
     return LoadedModel(models[0], args, args.padded_vocab_size, padding)

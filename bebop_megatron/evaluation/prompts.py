@@ -96,7 +96,11 @@ def read_prompt_records(path: str, tokenizer: Any | None, prompt_tokens: int = 0
     if not file.is_file():
         raise ValueError(f"--prompts {path}: no such file")
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {file} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -241,7 +241,10 @@ class Store:
         path = self.folder / cell.file
         if not path.is_file():
             return None
-        payload = json.loads(path.read_text())
+        try:
+            payload = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}): remove it, and it is measured again") from error
         if payload["cell"] != cell.key:
             return None
         size = payload["num_sequences"], cell.config.gamma

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _TRACKER = "latest_checkpointed_iteration.txt"
+# what a damaged pickle may end in
+UNREADABLE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
 
 
 def is_checkpoint(root: str | Path) -> bool:
@@ -16,13 +32,19 @@ def latest_iteration_dir(root: str | Path) -> Path:
     """The folder of the newest checkpoint below `root`.
 
     Raises:
-        ValueError: `root` is not a Megatron checkpoint folder.
+        ValueError: `root` is not a Megatron checkpoint folder, or does not say which checkpoint is the newest.
     """
     root = Path(root)
     tracker = root / _TRACKER
     if not tracker.is_file():
         raise ValueError(f"{root} is not a Megatron checkpoint: it has no {_TRACKER}")
     name = tracker.read_text().strip()
+    if name != "release" and not name.isdigit():
+        saved = sorted(path.name for path in root.glob("iter_*"))
+        raise ValueError(
+            f"{tracker} is damaged: it should hold a number or release, not {name[:20]!r}. Write the number of a "
+            f"checkpoint into it ({', '.join(saved) or 'there is none'})"
+        )
     folder = root / (name if name == "release" else f"iter_{int(name):07d}")
     if not folder.is_dir():
         raise ValueError(f"{tracker} names iteration {name}, but {folder} does not exist")
@@ -38,9 +60,69 @@ def checkpoint_keys(root: str | Path) -> set[str]:
     folder = latest_iteration_dir(root)
     if not (folder / ".metadata").is_file():
         raise ValueError(f"{folder} is not a torch_dist checkpoint: it has no .metadata (use --ckpt-format torch_dist)")
+    return set(_description(folder).state_dict_metadata)
+
+
+def _description(folder: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemReader
 
-    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except UNREADABLE as error:
+        raise unreadable(folder, error) from error
+
+
+def unreadable(folder: Path, error: BaseException) -> ValueError:
+    """What is said of a checkpoint in `folder` whose description does not load."""
+    return ValueError(f"{folder / '.metadata'} cannot be read, is it damaged? {error or type(error).__name__}")
+
+
+@contextmanager
+def damage_named(folder: str | Path) -> Iterator[None]:
+    """Around what loads a checkpoint: a file of it that does not decode is named as that.
+
+    Raises:
+        ValueError: instead of the exception, which is torch's and no subclass of `Exception`.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, pickle.UnpicklingError | EOFError):
+            raise
+        raise ValueError(f"a file of the checkpoint {folder} is damaged: {cause or type(cause).__name__}") from error
+
+
+def require_whole_files(folder: Path, description: Any) -> None:
+    """See that every file of a checkpoint is there and as long as its description says; no byte of them is read.
+
+    Raises:
+        ValueError: the files that are missing or cut short.
+    """
+    ends: dict[str, int] = {}
+    for info in (description.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    wrong = []
+    for name, end in sorted(ends.items()):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size is None or size < end:
+            wrong.append(f"{name} is missing" if size is None else f"{name} has {size:,} bytes of {end:,}")
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(f"the checkpoint {folder} is damaged: {'; '.join(wrong[:5])}{more}. Go back to an earlier one")
+
+
+def require_whole(root: str | Path) -> None:
+    """Refuse a damaged checkpoint before anything is built; other formats than `torch_dist` are Megatron's to check.
+
+    Raises:
+        ValueError: its description cannot be read, a file is missing or cut short.
+    """
+    folder = latest_iteration_dir(root)
+    if (folder / ".metadata").is_file():
+        require_whole_files(folder, _description(folder))
 
 
 def weight_bytes(root: str | Path) -> int:
@@ -49,10 +131,8 @@ def weight_bytes(root: str | Path) -> int:
     Raises:
         ValueError: not a checkpoint, or not in the `torch_dist` format.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-
     checkpoint_keys(root)
-    described = FileSystemReader(latest_iteration_dir(root)).read_metadata().state_dict_metadata
+    described = _description(latest_iteration_dir(root)).state_dict_metadata
     return sum(
         tensor.size.numel() * tensor.properties.dtype.itemsize
         for key, tensor in described.items()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.mcore.checkpoints import damage_named
+
 TESTED_VERSIONS = ("0.19.2",)
 
 _LOSS_PARAMETERS = (
@@ -168,20 +170,29 @@ class SavedLayout:
     padded_vocab: int | None = None
 
 
-def saved_arguments(folder: Path) -> Any:
-    """Megatron's arguments in the checkpoint in `folder` (an iteration's); None where it has none."""
-    if not (folder / ".metadata").is_file():
-        return None
+def _common_state(folder: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
-    return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
+    with damage_named(folder):
+        return dist_checkpointing.load_common_state_dict(str(folder))
+
+
+def saved_arguments(folder: Path) -> Any:
+    """Megatron's arguments in the checkpoint in `folder` (an iteration's); None where it has none.
+
+    Raises:
+        ValueError: the file that holds them is damaged.
+    """
+    if not (folder / ".metadata").is_file():
+        return None
+    return _common_state(folder).get("args")
 
 
 def checkpoint_layout(folder: Path) -> SavedLayout | None:
     """Read how the checkpoint in `folder` (an iteration's) was cut; None where it does not say."""
     from megatron.core import dist_checkpointing
 
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    common = _common_state(folder)
     args = common.get("args")
     if args is None:
         return None

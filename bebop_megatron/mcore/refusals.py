@@ -117,6 +117,42 @@ def check_resharding(args: Any, checkpoint: Path | None) -> None:
         _check_vocabulary(args, checkpoint, saved)
 
 
+# what a checkpoint's tensors have their shapes from; how the run trains them may change
+_SHAPE = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_experts",
+    "moe_ffn_hidden_size",
+)
+
+
+def check_same_model(args: Any, saved: Any) -> None:
+    """Refuse a checkpoint of another model than the flags describe.
+
+    Raises:
+        ValueError: with every flag that differs.
+    """
+    names = set(_SHAPE if args.hybrid_layer_pattern else ("num_layers", *_SHAPE))
+    # flags that Megatron takes and nothing uses
+    if getattr(args, "num_experts", None):
+        names -= {"ffn_hidden_size"}
+    if getattr(args, "multi_latent_attention", False):
+        names -= {"kv_channels", "num_query_groups"}
+    pairs = [
+        (name, getattr(saved, name, None), getattr(args, name, None))
+        for name in ("num_layers", *_SHAPE)
+        if name in names
+    ]
+    # a flag that one side leaves to its default is no difference
+    wrong = [(name, old, new) for name, old, new in pairs if None not in (old, new) and old != new]
+    if wrong:
+        told = "; ".join(f"--{name.replace('_', '-')} {old} there, {new} here" for name, old, new in wrong)
+        raise ValueError(f"the checkpoint to start from is of another model: {told}")
+
+
 def check_arguments(args: Any, config: Any, checkpoint: Path | None) -> None:
     """Every refusal that a command line can earn; `config` is Megatron's transformer config.
 
@@ -127,4 +163,6 @@ def check_arguments(args: Any, config: Any, checkpoint: Path | None) -> None:
         if args.hybrid_layer_pattern:
             check_hybrid(args.hybrid_layer_pattern, args.pipeline_model_parallel_layout)
         check_config(config)
+    if checkpoint is not None:
+        check_same_model(args, compat.saved_arguments(latest_iteration_dir(checkpoint)))
     check_resharding(args, checkpoint)

@@ -5,12 +5,12 @@ Nothing is unpickled but plain descriptions of tensors, and a checkpoint appears
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import os
 import pickle
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bebop_megatron.mcore.checkpoints import latest_iteration_dir
+from bebop_megatron.mcore.checkpoints import UNREADABLE, latest_iteration_dir, require_whole_files, unreadable
+from bebop_megatron.outputs import PartialFolder
 
 _COMMON = "common_state/shard_0_1"
 _FILE_BYTES = 4 << 30
@@ -78,7 +79,7 @@ class TorchDistReader:
     """The newest checkpoint below `root`, tensor by tensor.
 
     Raises:
-        ValueError: `root` holds no whole `torch_dist` checkpoint.
+        ValueError: `root` holds no whole `torch_dist` checkpoint, or a damaged one.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -88,7 +89,11 @@ class TorchDistReader:
                 f"{self.folder} is not a whole torch_dist checkpoint: .metadata or metadata.json is missing"
             )
         with (self.folder / ".metadata").open("rb") as file:
-            metadata = _Description(file).load()
+            try:
+                metadata = _Description(file).load()
+            except UNREADABLE as error:
+                raise unreadable(self.folder, error) from error
+        require_whole_files(self.folder, metadata)
         self._files = FileSystemReader(self.folder)
         self._where: dict[MetadataIndex, Any] = metadata.storage_data
         described = metadata.state_dict_metadata
@@ -96,6 +101,14 @@ class TorchDistReader:
             key: value for key, value in described.items() if isinstance(value, TensorStorageMetadata)
         }
         self._cells: dict[tuple[str, int], dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+
+    def _load(self, view: Any, what: str) -> Any:
+        try:
+            return torch.load(view, map_location="cpu", weights_only=True)
+        except (*UNREADABLE, RuntimeError) as error:
+            # torch's own text recommends to load without weights_only
+            said = f"{what} cannot be read ({type(error).__name__}): its file is damaged"
+            raise ValueError(f"{self.folder}: {said}") from error
 
     def _open(self, index: MetadataIndex) -> Any:
         info = self._where[index]
@@ -107,13 +120,13 @@ class TorchDistReader:
         import megatron.core  # noqa: F401 - it tells torch which of its classes are plain data
 
         if (self.folder / "common.pt").is_file():
-            return torch.load(self.folder / "common.pt", map_location="cpu", weights_only=True)
+            return self._load(self.folder / "common.pt", "the common state")
         index = MetadataIndex(_COMMON)
         if index not in self._where:
             raise ValueError(f"{self.folder} has neither a common state nor common.pt: it is no Megatron checkpoint")
         file, view = self._open(index)
         with file:
-            return torch.load(io.BytesIO(view.read()), map_location="cpu", weights_only=True)[0]
+            return self._load(io.BytesIO(view.read()), "the common state")[0]
 
     def _chunks(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
         """Chunks that hold a part of `tensor[index]`; found in one look-up, as there may be tens of thousands."""
@@ -141,7 +154,7 @@ class TorchDistReader:
         for chunk in self._chunks(key, index):
             file, view = self._open(MetadataIndex(key, chunk.offsets))
             with file:
-                part = torch.load(view, map_location="cpu", weights_only=True)
+                part = self._load(view, key)
             part = part.reshape(chunk.sizes)[tuple(i - o for i, o in zip(index, chunk.offsets[:depth], strict=True))]
             if part.shape == shape:
                 return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
@@ -160,14 +173,12 @@ class TorchDistWriter:
     Files go to a folder beside it, which is renamed at the end: an interrupted run leaves nothing under `root`.
 
     Raises:
-        ValueError: `root` exists and is not empty.
+        ValueError: `root` exists and is not empty, or another process is writing it.
     """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
-        if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
-            raise ValueError(f"{self.root} exists: give a new folder, nothing is overwritten")
-        self.partial = self.root.with_name(f".{self.root.name}.partial")
+        self._output = PartialFolder(Path(root))
+        self.partial = self._output.path
         # a checkpoint that was converted, not trained: Megatron starts it at iteration 0 without an optimizer
         self.folder = self.partial / "release"
         self._file: Any = None
@@ -177,15 +188,20 @@ class TorchDistWriter:
         self._results: list[WriteResult] = []
 
     def __enter__(self) -> TorchDistWriter:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self._output.begin()
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            self._output.end(error)
+            raise
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if self._file is not None:
-            self._file.close()
-        if kind is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            # the error that ended the block is the one to hear of; `finish` has closed it where there was none
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._output.end(kind)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
         if self._file is not None and self._file.tell() >= _FILE_BYTES:
@@ -194,7 +210,13 @@ class TorchDistWriter:
             self._file = (self.folder / f"__0_{self._count}.distcp").open("wb")
             self._count += 1
         start = self._file.tell()
-        torch.save(value, self._file)
+        try:
+            torch.save(value, self._file)
+        except RuntimeError as error:
+            # torch reports a full disk as a position in the file that it did not expect
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         length = self._file.tell() - start
         info = _StorageInfo(Path(self._file.name).name, start, length)
         self._results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
@@ -260,4 +282,4 @@ class TorchDistWriter:
         for name, text in extra_files:
             (self.partial / name).write_text(text)
         (self.partial / "latest_checkpointed_iteration.txt").write_text("release")
-        self.partial.replace(self.root)
+        self._output.publish()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from bebop_megatron.outputs import check_writable, reason
 from bebop_megatron.rl.config import RLConfig
 
 _COLUMNS = (
@@ -47,11 +48,13 @@ def _check(config: RLConfig) -> tuple[int, int]:
     Raises:
         ValueError: in the user's words.
     """
-    from bebop_megatron.mcore.checkpoints import has_mtp_weights, latest_iteration_dir, weight_bytes
+    from bebop_megatron.mcore.checkpoints import has_mtp_weights, latest_iteration_dir, require_whole, weight_bytes
     from bebop_megatron.mcore.compat import saved_arguments
     from bebop_megatron.rl.rollout import ProblemList
     from bebop_megatron.rl.tasks import make_task
 
+    check_writable(config.output, "--output", is_folder=True)
+    require_whole(config.load)
     task = make_task(config.task)
     codec = task.codec(config.tokenizer)
     trained = saved_arguments(latest_iteration_dir(config.load))
@@ -117,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         # an error of another process carries its traceback; the cause is what the user needs
         sys.exit(f"error: {getattr(error, 'cause', error)}")
+    except OSError as error:
+        sys.exit(f"error: {reason(error)}; the same command goes on from the last checkpoint")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.entropy import fit_line, split_change
+from bebop_megatron.outputs import hold
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.records import Event, LineFile, Rollout, write_whole
 
@@ -20,12 +21,13 @@ class Journal:
     """What a run writes into its output folder besides rollouts.
 
     Raises:
-        ValueError: the folder holds a run with other settings.
+        ValueError: the folder holds a run with other settings, or one that is still running.
     """
 
     def __init__(self, config: RLConfig) -> None:
         self.config, self.folder = config, Path(config.output)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # a second run would cut this one's lines and remove its newest checkpoint
+        self._held = hold(self.folder, f"--output {self.folder}")
         self._check_settings()
         self.steps, self.trace = LineFile(self.folder / "steps.jsonl"), LineFile(self.folder / "trace.jsonl")
         self.rows: list[dict[str, Any]] = []

@@ -130,6 +130,55 @@ def test_a_file_that_was_cut_short_is_refused(folders, tmp_path):
         import_checkpoint(tmp_path / "hf", tmp_path / "mcore", note=quiet)
 
 
+def _flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff" * 30)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, 3000 if path.suffix == ".distcp" else 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("release/__0_0.distcp", _cut, "__0_0.distcp has 3,000 bytes of"),
+        ("release/__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
+        ("release/__0_0.distcp", lambda path: _flip(path, 2), "its file is damaged"),
+        ("release/.metadata", _cut, "cannot be read, is it damaged"),
+        ("release/.metadata", lambda path: _flip(path, 30), "cannot be read, is it damaged"),
+        ("latest_checkpointed_iteration.txt", lambda path: path.write_text(""), "should hold a number or release"),
+        ("hf/model.safetensors", lambda path: _flip(path, 20), "its header is no JSON"),
+        ("hf/config.json", lambda path: path.write_text("{"), "config.json is no JSON"),
+    ],
+)
+def test_damaged_files_are_named(folders, tmp_path, name, damage, message):
+    shutil.copytree(folders / "qwen3-mcore", tmp_path / "mcore")
+    shutil.copytree(folders / "qwen3", tmp_path / "mcore" / "hf")
+    damage(tmp_path / "mcore" / name)
+    command = ["export", "--load", str(tmp_path / "mcore"), "--hf", str(folders / "qwen3")]
+    if name.startswith("hf/"):
+        command = ["import", "--hf", str(tmp_path / "mcore" / "hf")]
+    with pytest.raises(SystemExit, match=message):
+        main([*command, "--output", str(tmp_path / "out")])
+    assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
+
+
+def test_outputs_that_cannot_be_written_end_with_one_line(folders, tmp_path):
+    (tmp_path / "file").write_text("")
+    for command in (
+        ["import", "--hf", str(folders / "qwen3")],
+        ["export", "--load", str(folders / "qwen3-mcore"), "--hf", str(folders / "qwen3")],
+    ):
+        with pytest.raises(SystemExit, match=r"error: .*/file/.*: Not a directory"):
+            main([*command, "--output", str(tmp_path / "file" / "out")])
+    for bad in (["import", "--mtp-depth", "0"], ["export", "--shard-gb", "0"]):
+        with pytest.raises(SystemExit) as end:
+            main([*bad, "--output", "x", "--hf", "x"])
+        assert end.value.code == 2
+
+
 def test_a_description_that_would_run_code_is_refused(folders, tmp_path):
     shutil.copytree(folders / "qwen3-mcore", tmp_path / "evil")
 

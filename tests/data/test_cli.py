@@ -7,6 +7,7 @@ output, a command that needs Megatron although it does without.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -77,6 +78,19 @@ def test_what_the_user_can_put_right_is_one_line(tmp_path, tokenizer_folder, cap
     assert line.startswith("error: ")
     assert message in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "size", "message"),
+    [(".idx", 5, "is damaged"), (".idx", 40, "it was cut short"), (".bin", 8, "its index says")],
+)
+def test_a_pair_that_was_cut_short_is_refused(tmp_path, tokenizer_folder, exchanges, capsys, suffix, size, message):
+    prefix = str(tmp_path / "a")
+    keys = ["--keys", "prompt=question,completion=answer", "--quiet"]
+    assert main(["build", "--input", exchanges, "--tokenizer", tokenizer_folder, "--output", prefix, *keys]) == 0
+    os.truncate(prefix + suffix, size)
+    assert main(["inspect", prefix]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_inspect_finds_the_tokenizer_from_another_folder(tmp_path, tokenizer, exchanges, capsys, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -127,6 +128,15 @@ def test_what_is_no_checkpoint_is_refused(prompts, tmp_path):
     assert "not a torch_dist checkpoint" in failure("--load", str(tmp_path), "--prompts", prompts)
 
 
+@on_cpu
+@pytest.mark.dist
+def test_damaged_checkpoint_is_refused_before_anything_is_built(checkpoint, prompts, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "cut")
+    largest = max((tmp_path / "cut").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, 5000)
+    assert f"{largest.name} has 5,000 bytes of" in failure("--load", str(tmp_path / "cut"), "--prompts", prompts)
+
+
 def test_checkpoint_without_a_head_is_refused(prompts, tmp_path):
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -193,6 +203,9 @@ def test_bad_prompts_are_named_by_line(tmp_path, content, name, message):
         (["--num-tokens", "0"], "--num-tokens must be at least 1"),
         (["--prompts", "/nowhere.jsonl"], "no such file"),
         (["--tokenizer", "/no/where"], "no such folder"),
+        (["--output", "/proc/x.json"], "--output /proc/x.json cannot be written"),
+        (["--output", "/proc"], "is a folder: give a file"),
+        (["--report", "/proc/x"], "--report /proc/x cannot be written"),
     ],
 )
 def test_bad_flags_end_with_one_clear_line(prompts, flags, message):

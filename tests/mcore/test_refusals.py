@@ -120,6 +120,14 @@ def test_flat_optimizer_state_is_not_cut_anew(monkeypatch, tmp_path, kind, tenso
         refusals.check_resharding(args, tmp_path)
 
 
+def test_checkpoint_of_another_model_is_refused_with_every_flag_that_differs():
+    args = argparse.Namespace(hybrid_layer_pattern=None, num_layers=2, hidden_size=64, num_attention_heads=4)
+    saved = argparse.Namespace(num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128)
+    with pytest.raises(ValueError, match=r"--num-layers 3 there, 2 here; --hidden-size 32 there, 64 here$"):
+        refusals.check_same_model(args, saved)
+    refusals.check_same_model(args, argparse.Namespace(num_layers=2, hidden_size=64))
+
+
 def test_vocabulary_padded_differently_is_refused_with_the_flag_that_keeps_it(monkeypatch, tmp_path):
     saved = compat.SavedLayout(1, 1, None, padded_vocab=128)
     args = arguments(monkeypatch, saved, tensor_model_parallel_size=2, padded_vocab_size=256)
