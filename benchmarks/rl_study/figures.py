@@ -31,7 +31,17 @@ STYLES = {
     "rs-tv-online-tv": ("#009E73", "-"),
     "rs-tv-online-ce": ("#CC79A7", "-"),
 }
-_EVENTS = {"decode": "#D55E00", "rollout": "#D55E00", "reward": "#E69F00", "probe": "#F0E442", "wait": "#EEEEEE"}
+# one colour for an event in every trace
+_EVENTS = {
+    "decode": "#D55E00",
+    "reward": "#E69F00",
+    "probe": "#F0E442",
+    "weights": "#56B4E9",
+    "train": "#009E73",
+    "export": "#0072B2",
+    "save": "#CC79A7",
+    "died": "#000000",
+}
 _TRACE_SECONDS = 30.0
 
 
@@ -152,7 +162,8 @@ def _speedup(axis: Any, rows: Sequence[Row]) -> None:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xticks(range(len(arms)), [arm.replace("rs-tv-", "rs-tv-\n") for arm in arms])
     axis.set_ylabel(f"times as fast as {BASELINE}", fontsize=8)
-    axis.legend(fontsize=6, frameon=False)
+    # above the axes: bars and marks fill them
+    axis.legend(fontsize=6, frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     plain(axis)
     axis.tick_params(axis="x", labelsize=6)
 
@@ -160,19 +171,17 @@ def _speedup(axis: Any, rows: Sequence[Row]) -> None:
 def _trace(axis: Any, events: Sequence[dict[str, Any]], title: str) -> None:
     start, found = trace_of(events, _TRACE_SECONDS)
     actors = sorted({event["actor"] for event in found})
-    spare = iter(("#0072B2", "#009E73", "#56B4E9", "#CC79A7", "#5B5EA6", "#7F4F24", "#999999"))
-    colors: dict[str, str] = {}
+    named: set[str] = set()
     for event in sorted(found, key=lambda event: event["begin"]):
         kind = event["event"]
-        fresh = kind not in colors
-        if fresh:
-            colors[kind] = _EVENTS.get(kind) or next(spare, "#999999")
+        fresh = kind not in named
+        named.add(kind)
         axis.barh(
             actors.index(event["actor"]),
             event["end"] - event["begin"],
             0.6,
             left=event["begin"] - start,
-            color=colors[kind],
+            color=_EVENTS.get(kind, "#999999"),
             edgecolor="black",
             linewidth=0.2,
             label=kind if fresh else None,
