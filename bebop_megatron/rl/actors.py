@@ -57,6 +57,8 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
     # short: the path of a socket is limited
     folder = tempfile.mkdtemp(prefix="rl")
     finished = False
+    # of the caller's: not ours to end
+    before = set(psutil.Process().children(recursive=True))
     try:
         _start(
             ray,
@@ -72,7 +74,7 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
         yield ray
         finished = True
     finally:
-        started = psutil.Process().children(recursive=True)
+        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
         ray.shutdown()
         _end(started)
         if not finished:

@@ -73,7 +73,7 @@ class Runs:
         flags = (root / "qwen3" / "mcore" / "megatron_arguments.txt").read_text().split()
         data = ["--data-path", f"{root}/data", "--data-cache-path", f"{root}/cache-megatron"]
         start = ["--pretrained-checkpoint", f"{root}/qwen3/mcore", "--mtp-freeze-schedule", SCHEDULE]
-        done = pretrain(*MEGATRON, *data, *start, mock_data=False, model=flags, timeout=600)
+        done = pretrain(*MEGATRON, *data, *start, mock_data=False, model=flags)
         assert done.returncode == 0, done.stderr[-3000:]
         self.megatron = log(done.stdout)
 
