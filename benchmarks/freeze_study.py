@@ -138,7 +138,7 @@ def figure(rows: list[dict[str, Any]], title: str, path: Path) -> None:
             (line,) = panel.plot(tokens, means, label=strategy)
             panel.plot([r["tokens"] for r in mine], [r[name] for r in mine], "o", color=line.get_color(), markersize=3)
     panels[0].set(xlabel="tokens", ylabel="held-out loss of the language model, nats")
-    panels[1].set(xlabel="tokens", ylabel="accept length, rejection sampling, gamma 3, T = 1")
+    panels[1].set(xlabel="tokens", ylabel="accept length (rejection, gamma 3)")
     panels[0].legend()
     fig.suptitle(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
