@@ -176,18 +176,26 @@ def test_an_interrupt_ends_everything(config, tmp_path):
     flags += ["--max-new-tokens", "16", "--lr", "3e-3", "--entropy-bonus", "0.1", "--staleness", "0"]
     command = [sys.executable, "-W", "ignore", "-m", "bebop_megatron.rl", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT, start_new_session=True)
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+        # where the tests run in the background of a shell, its children ignore the interrupt
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     steps, deadline = tmp_path / "steps.jsonl", time.monotonic() + 600
     while not steps.is_file() or steps.read_text().count("\n") < 4:
         if run.poll() is not None or time.monotonic() > deadline:
             run.send_signal(signal.SIGINT)
-            pytest.fail(f"no four steps; the run ended with {run.wait(300)}")
+            pytest.fail(f"no four steps; the run ended with {run.wait(120)}")
         time.sleep(0.5)
     started = psutil.Process(run.pid).children(recursive=True)
     assert "raylet" in {process.name() for process in started}
     # as a terminal does: to the whole group
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(300) == 130
+    assert run.wait(120) == 130
     _, alive = psutil.wait_procs(started, timeout=30)
     assert not alive
     # nothing is stale: rollouts come from the very weights that the learner has, step after step
