@@ -6,6 +6,7 @@ it. A rank that imported for itself would spend most of its time on that.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.forks import SERVER
+from tests.forks import SERVER, free_port
 
 _LIMIT = timedelta(seconds=120)
 # far more than any table of cases takes
@@ -35,20 +36,26 @@ def _rank_main(rank: int, world: int, folder: str, port: int, compute: Compute, 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    # a file store is read again for each of Megatron's fifty process groups
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=_LIMIT)
+    # a file store is read again for each of Megatron's fifty process groups. Rank 0 serves it: a server has a thread,
+    # and what is forked beside a thread may wait for ever for a lock that it held
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=_LIMIT)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_LIMIT)
     # Megatron would start a Python process per rank for a queue that only its asynchronous writer needs
     filesystem_async._results_queue = queue.Queue()
     out: dict[str, Any] = {}
+    failed = False
     for index, (name, case) in enumerate(cases.items()):
         try:
             out[name] = {"result": compute(case, Path(folder) / f"case{index}")}
         except BaseException:  # noqa: BLE001 - the test shows every rank's failure
             out[name] = {"error": traceback.format_exc()}
+            failed = True
             break
     torch.save(out, f"{folder}/rank{rank}.pt")
-    # ranks that failed leave at once: the others must not wait for them
+    # ranks that failed leave at once: the others must not wait for them. The others need the store until all are done
+    if not failed:
+        with contextlib.suppress(RuntimeError):
+            torch.distributed.barrier()
     os._exit(0)
 
 
@@ -67,10 +74,9 @@ def _worlds_main(folder: str, compute: Compute, worlds: Mapping[int, Mapping[str
     for world, cases in worlds.items():
         inside = f"{folder}/{world}"
         os.mkdir(inside)
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = free_port()
         ranks = [
-            fork.Process(target=_rank_main, args=(rank, world, inside, store.port, compute, cases))
-            for rank in range(world)
+            fork.Process(target=_rank_main, args=(rank, world, inside, port, compute, cases)) for rank in range(world)
         ]
         for process in ranks:
             process.start()
@@ -78,9 +84,7 @@ def _worlds_main(folder: str, compute: Compute, worlds: Mapping[int, Mapping[str
             process.join()
 
 
-def run_worlds(
-    compute: Compute, worlds: Mapping[int, Mapping[str, Any]], again: bool = True
-) -> dict[int, dict[str, list[Any]]]:
+def run_worlds(compute: Compute, worlds: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[Any]]]:
     """Run `compute(case, folder)` for each case on every rank of the world of that many processes.
 
     `folder` does not exist yet and is the same for all ranks of a case. Gives world -> name -> what each rank returned
@@ -95,11 +99,9 @@ def run_worlds(
         parent.start()
         parent.join(_STALLED)
         if parent.is_alive():
-            # gloo's teardown has been seen to stall, once in very many worlds; a second stall is the test's own
             for process in [*psutil.Process(parent.pid).children(recursive=True), psutil.Process(parent.pid)]:
                 process.kill()
-            assert again, f"a world stalled for {_STALLED} seconds, twice"
-            return run_worlds(compute, worlds, again=False)
+            raise AssertionError(f"a world stalled for {_STALLED} seconds")
         for world, cases in worlds.items():
             files = [Path(folder) / str(world) / f"rank{rank}.pt" for rank in range(world)]
             assert all(file.exists() for file in files), f"a rank of the world of {world} processes died"
