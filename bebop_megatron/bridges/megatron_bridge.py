@@ -12,10 +12,10 @@ the loss mask from the model, and the MTP head would train on prompts and paddin
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
+from bebop_megatron.bridges.optional import require
 from bebop_megatron.config import FreezeConfig, MetricsConfig, ObjectiveConfig
 
 BRIDGE_VERSIONS = ("0.6.2",)
@@ -27,15 +27,11 @@ def require_bridge() -> None:
     Raises:
         RuntimeError: it is not; says what to install.
     """
-    try:
-        found = importlib.util.find_spec("megatron.bridge") is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise RuntimeError(
-            "Megatron Bridge is not installed: pip install 'bebop-megatron[bridge]' in an environment of its own, or "
-            "take a NeMo framework container that brings it. docs/integration.md says which versions"
-        )
+    require(
+        "megatron.bridge",
+        "Megatron Bridge is not installed: pip install 'bebop-megatron[bridge]' in an environment of its own, or "
+        "take a NeMo framework container that brings it. docs/integration.md says which versions",
+    )
 
 
 def transformer_config(model: Any) -> Any:

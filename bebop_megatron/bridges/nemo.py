@@ -15,9 +15,9 @@ Megatron Bridge: `bebop_megatron.bridges.megatron_bridge`.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
+from bebop_megatron.bridges.optional import require
 from bebop_megatron.config import FreezeConfig, MetricsConfig, ObjectiveConfig
 
 NEMO_VERSIONS = ("2.7.3",)
@@ -29,16 +29,12 @@ def require_nemo() -> None:
     Raises:
         RuntimeError: it is not; says what to install.
     """
-    try:
-        found = importlib.util.find_spec("nemo.collections.llm") is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise RuntimeError(
-            "nemo.collections.llm is not installed: pip install 'nemo_toolkit==2.7.3' in an environment of its own "
-            "(docs/integration.md). NeMo 3 has none: its language models moved to Megatron Bridge, see "
-            "bebop_megatron.bridges.megatron_bridge"
-        )
+    require(
+        "nemo.collections.llm",
+        "nemo.collections.llm is not installed: pip install 'nemo_toolkit==2.7.3' in an environment of its own "
+        "(docs/integration.md). NeMo 3 has none: its language models moved to Megatron Bridge, see "
+        "bebop_megatron.bridges.megatron_bridge",
+    )
 
 
 def import_llm() -> Any:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from typing import ClassVar
+
+from bebop_megatron.rl.codec import TokenizerCodec
+from bebop_megatron.rl.task import Problem
 
 MARK = "####"
 # a number alone on the rest of its line, with thousands separators and a unit sign before it
@@ -26,3 +30,23 @@ def equals(text: str, answer: str) -> bool:
     """Whether the text's answer is this number: `1,000.0` equals `1000`."""
     number = final_number(text)
     return number is not None and number == Decimal(answer.replace(",", ""))
+
+
+class NumberTask:
+    """What tasks share whose answer is a number: the reward, and a tokenizer that has to be given."""
+
+    lacks_tokenizer: ClassVar[str]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1 if the number behind the mark is the answer, else 0."""
+        return float(equals(completion, problem.answer))
+
+    def codec(self, tokenizer: str | None) -> TokenizerCodec:
+        """The tokenizer's tokens.
+
+        Raises:
+            ValueError: no tokenizer.
+        """
+        if tokenizer is None:
+            raise ValueError(self.lacks_tokenizer)
+        return TokenizerCodec(tokenizer)

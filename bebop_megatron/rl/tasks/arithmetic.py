@@ -15,9 +15,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bebop_megatron.rl.codec import TokenizerCodec
 from bebop_megatron.rl.task import Problem
-from bebop_megatron.rl.tasks.answers import MARK, equals
+from bebop_megatron.rl.tasks.answers import MARK, NumberTask
 
 _OPENINGS = ("", "ok, ", "let us see: ", "step by step: ", "we start. ", "well, ")
 _PLACES = (
@@ -34,7 +33,7 @@ _MAX_DIFFICULTY = 4
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(NumberTask):
     """Problems of one difficulty, or of a range of them in equal shares (`1-3`).
 
     1: sums of two numbers of two digits; 2: of three digits; 3: differences of numbers of three digits;
@@ -43,6 +42,8 @@ class Arithmetic:
     Raises:
         ValueError: a difficulty that does not exist.
     """
+
+    lacks_tokenizer = "the task arithmetic needs a tokenizer: python -m bebop_megatron.rl.corpus makes one"
 
     difficulty: int | str = "1-3"
 
@@ -54,20 +55,6 @@ class Arithmetic:
         draw = random.Random(f"problems {seed}")
         while True:
             yield _problem(draw, draw.choice(_range(self.difficulty)))
-
-    def reward(self, problem: Problem, completion: str) -> float:
-        """1 if the number behind the mark is the answer, else 0."""
-        return float(equals(completion, problem.answer))
-
-    def codec(self, tokenizer: str | None) -> TokenizerCodec:
-        """The tokenizer's tokens.
-
-        Raises:
-            ValueError: no tokenizer.
-        """
-        if tokenizer is None:
-            raise ValueError("the task arithmetic needs a tokenizer: python -m bebop_megatron.rl.corpus makes one")
-        return TokenizerCodec(tokenizer)
 
     def documents(self, seed: int, slips: float = 0.0) -> Iterator[tuple[str, str]]:
         """Prompts and completions to train a backbone on, without end; a share `slips` of the steps is wrong.

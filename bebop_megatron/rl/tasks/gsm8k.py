@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from bebop_megatron.rl.codec import TokenizerCodec
 from bebop_megatron.rl.task import Problem
-from bebop_megatron.rl.tasks.answers import equals, final_number
+from bebop_megatron.rl.tasks.answers import NumberTask, final_number
 
 
 @dataclass(frozen=True)
-class GSM8K:
+class GSM8K(NumberTask):
     """Questions of `path`: JSON lines with "question" and "answer", the answer ending with `#### number`.
 
     `template` holds `{question}`; a backslash n in it is a line feed.
@@ -23,6 +22,8 @@ class GSM8K:
     Raises:
         ValueError: no such file, a line without question and answer, or without a number.
     """
+
+    lacks_tokenizer = "the task gsm8k needs a tokenizer"
 
     path: str = ""
     template: str = "Question: {question}\\nAnswer:"
@@ -45,20 +46,6 @@ class GSM8K:
             for index in draw.sample(range(len(records)), len(records)):
                 question, _, number = records[index]
                 yield Problem(self._prompt(question), number)
-
-    def reward(self, problem: Problem, completion: str) -> float:
-        """1 if the number behind the mark is the answer, else 0."""
-        return float(equals(completion, problem.answer))
-
-    def codec(self, tokenizer: str | None) -> TokenizerCodec:
-        """The tokenizer's tokens.
-
-        Raises:
-            ValueError: no tokenizer.
-        """
-        if tokenizer is None:
-            raise ValueError("the task gsm8k needs a tokenizer")
-        return TokenizerCodec(tokenizer)
 
     def documents(self, seed: int, slips: float = 0.0) -> Iterator[tuple[str, str]]:
         """Prompts and worked answers to train a backbone on, in the file's order, once.
