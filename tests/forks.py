@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -14,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
+
+from bebop_megatron.launcher import free_port, rank_environment
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
@@ -40,13 +41,6 @@ class Run:
         """
         assert self.returncode == 0, self.output[-4000:]
         return self.stdout
-
-
-def free_port() -> int:
-    """A port of the loopback device that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _main(module: str, arguments: Sequence[str], environment: dict[str, str], folder: str, streams: str) -> None:
@@ -84,9 +78,8 @@ def run_module(module: str, *arguments: str, processes: int = 0, timeout: float 
     Raises:
         TimeoutError: it took longer than `timeout` seconds.
     """
-    if processes:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-    names = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)] or [{}]
+    port = free_port()
+    names = [rank_environment(rank, processes, port) for rank in range(processes)] or [{}]
     with tempfile.TemporaryDirectory() as streams:
         ranks = [
             SERVER.Process(

@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 import torch
 
-from tests.forks import SERVER, free_port
+from bebop_megatron.launcher import LOOPBACK, free_port
+from tests.forks import SERVER
 
 _LIMIT = timedelta(seconds=120)
 # far more than any table of cases takes
@@ -38,7 +39,7 @@ def _rank_main(rank: int, world: int, folder: str, port: int, compute: Compute, 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     # a file store is read again for each of Megatron's fifty process groups. Rank 0 serves it: a server has a thread,
     # and what is forked beside a thread may wait for ever for a lock that it held
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=_LIMIT)
+    store = torch.distributed.TCPStore(LOOPBACK, port, is_master=rank == 0, wait_for_workers=False, timeout=_LIMIT)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_LIMIT)
     # Megatron would start a Python process per rank for a queue that only its asynchronous writer needs
     filesystem_async._results_queue = queue.Queue()

@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import re
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bebop_megatron.launcher import ensure_environment
 from bebop_megatron.platform import enter
 
 # how to run rather than what the model is: decided anew for every run
@@ -48,22 +48,6 @@ class LoadedModel:
     args: Any
     padded_vocab_size: int
     vocab_padding: int
-
-
-def _environment() -> None:
-    """What torchrun would set, for one process on the loopback interface."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 @contextlib.contextmanager
@@ -180,7 +164,7 @@ def load_model(
             raise ValueError(f"the checkpoint {path} has no MTP weights (no tensor is named mtp.*): nothing can draft")
         if not torch.cuda.is_available():
             enter()
-    _environment()
+    ensure_environment()
     with _quiet():
         with damage_named(path):
             args, trained = _arguments(path, iteration, with_mtp, tensor_parallel)

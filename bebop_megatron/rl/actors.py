@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,12 +13,12 @@ from typing import Any
 
 import psutil
 
+from bebop_megatron.launcher import LOOPBACK
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.ledger import Order
 from bebop_megatron.rl.records import Event, Rollout
 from bebop_megatron.rl.weights import Shards
 
-_LOOPBACK = "127.0.0.1"
 # nothing is reported home; full memory is the operating system's affair; workers are no less important than others; the
 # last keeps Ray, which replaces a loopback address by another, on the loopback interface
 _ENVIRONMENT = {
@@ -29,13 +28,6 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -68,7 +60,7 @@ def cluster(config: RLConfig, weight_bytes: int) -> Iterator[Any]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
-            _node_ip_address=_LOOPBACK,
+            _node_ip_address=LOOPBACK,
             _temp_dir=folder,
         )
         yield ray

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bebop_megatron.evaluation.surgery import unwrapped
+from bebop_megatron.launcher import rank_environment
 from bebop_megatron.rl.batch import micro_batches, samples_of
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.grpo import log_prob_and_entropy, policy_loss
@@ -121,9 +122,7 @@ class Learner:
             if not torch.cuda.is_available():
                 enter()
             install()
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        if port:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= rank_environment(rank, world, port)
         self.has_head = has_mtp_weights(config.load)
         argv = _megatron_arguments(config, vocab_size, self._positions(), self.has_head, resume_step > 0)
         self._build(_parse(config, argv, resume_step))

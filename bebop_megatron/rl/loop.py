@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.rl.actors import LearnerActor, WorkerActor, free_port
+from bebop_megatron.launcher import free_port
+from bebop_megatron.rl.actors import LearnerActor, WorkerActor
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.journal import Journal, step_row
 from bebop_megatron.rl.ledger import Ledger, Order

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from bebop_megatron.launcher import rank_environment
 from benchmarks.study.jobs import Job
 
 _POLL_SECONDS = 0.1
@@ -31,12 +31,6 @@ class Work(Protocol):
     def done(self, job: Job) -> bool: ...
 
     def work(self, job: Job) -> None: ...
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def warm_up() -> None:
@@ -61,7 +55,7 @@ def warm_up() -> None:
 def start(study: Work, job: Job, log: Path) -> int:
     """Fork a process that does the job and writes what it says to `log`; returns its id."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    port = str(_free_port())
+    environment = rank_environment()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -71,8 +65,7 @@ def start(study: Work, job: Job, log: Path) -> int:
     if child:
         return child
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= environment
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)

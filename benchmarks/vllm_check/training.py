@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.convert.importing import FLAGS_FILE
+from bebop_megatron.launcher import rank_environment
 from benchmarks.vllm_check.plan import GAMMA, Model, Size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,15 +77,8 @@ def _pretrain(folder: Path, save: str, data: Path, size: Size, steps: int, flags
     text = ["--data-path", data / "corpus", "--split", "99,1,0", "--data-cache-path", folder / save / "cache"]
     words = [*model, *_RUN, *batch, *length, *text, "--tokenizer-model", data / "tokenizer", *flags]
     # one process needs no torchrun
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     command = [sys.executable, "-m", "bebop_megatron.pretrain", *map(str, words), "--seed", str(size.seed)]
-    run(command, folder / "logs" / f"{save}.log", **alone)
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    run(command, folder / "logs" / f"{save}.log", **rank_environment())
 
 
 def _convert(folder: Path, command: str, *flags: Any) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import sys
 import traceback
 from pathlib import Path
+
+from bebop_megatron.launcher import rank_environment
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bridge_adapt.py"
 
@@ -35,14 +36,14 @@ def _run(arguments: list[str]) -> None:
     example["main"](words[0], words[1:], True)
 
 
-def _fork(arguments: list[str], log: Path, port: int) -> int:
+def _fork(arguments: list[str], log: Path, environment: dict[str, str]) -> int:
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    os.environ.update(environment)
     code = 1
     try:
         _run(arguments)
@@ -58,12 +59,6 @@ def _fork(arguments: list[str], log: Path, port: int) -> int:
         os._exit(code)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def main() -> None:
     """Fork the runs that standard input asks for."""
     from bebop_megatron.platform.bridge import enter_bridge
@@ -71,7 +66,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     runs = json.loads(sys.stdin.read())
     enter_bridge()
-    codes = {name: _fork(arguments, folder / f"{name}.log", _free_port()) for name, arguments in runs.items()}
+    codes = {name: _fork(arguments, folder / f"{name}.log", rank_environment()) for name, arguments in runs.items()}
     (folder / "codes.json").write_text(json.dumps(codes))
 
 
