@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt
     import megatron.core.optimizer
+    import megatron.core.tokenizers.text
     import megatron.training.argument_utils
     import megatron.training.arguments
     import megatron.training.training  # noqa: F401
