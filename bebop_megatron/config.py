@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bebop_megatron.losses import OBJECTIVES
 from bebop_megatron.losses.backend import BACKENDS
 from bebop_megatron.losses.options import Options
 from bebop_megatron.losses.prefix import HORIZONS
-from bebop_megatron.losses.registry import shares
+from bebop_megatron.schedule.phases import FreezeSchedule
 
 
 def flag(name: str, help: str, default: Any = None, **metadata: Any) -> Any:
@@ -22,7 +22,7 @@ class ObjectiveConfig:
     """What the MTP head is trained on.
 
     Raises:
-        ValueError: an unknown loss or horizon, a temperature that is not positive, `tv` with `per-depth`.
+        ValueError: an unknown name, a value out of range, a combination that makes no sense, a setting without a loss.
     """
 
     loss: str | None = flag(
@@ -85,24 +85,16 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         if self.loss is None:
-            if self.joint:
-                raise ValueError("--mtp-joint has no effect without --mtp-loss: Megatron's own MTP loss is joint")
-            if self.warmup is not None:
-                raise ValueError("--mtp-loss-warmup hands over to --mtp-loss, which is not given")
+            said = [f.metadata["flag"] for f in fields(self) if getattr(self, f.name) != f.default]
+            if said:
+                raise ValueError(f"{', '.join(said)}: no effect on Megatron's own MTP loss, give --mtp-loss as well")
             return
         if self.loss not in OBJECTIVES:
             raise ValueError(f"unknown MTP loss {self.loss!r}: choose one of {', '.join(sorted(OBJECTIVES))}")
         if not self.temperature > 0:
             raise ValueError(f"--mtp-loss-temperature must be positive, got {self.temperature}")
-        if self.horizon is not None and self.horizon not in HORIZONS:
-            raise ValueError(f"unknown horizon {self.horizon!r}: choose one of {', '.join(HORIZONS)}")
-        if self.loss == "tv" and self.horizon == "per-depth":
-            raise ValueError(
-                "--mtp-loss tv is a product over depths and has no per-depth horizon: use full or partial, "
-                "or --mtp-loss tv-step for the loss of each depth on its own"
-            )
         # the objective's own checks, in its own words
-        Options(self.loss, mix=self._mix(0), **self._settings())
+        Options(**self.keywords(0))
 
     @property
     def resolved_horizon(self) -> str:
@@ -119,8 +111,7 @@ class ObjectiveConfig:
 
     def needs_target(self, iteration: int) -> bool:
         """Whether the loss itself compares with the target in the step that follows `iteration` completed ones."""
-        assert self.loss is not None
-        return any(OBJECTIVES[kind].needs_target for kind in shares(self.loss, self._mix(iteration)))
+        return Options(**self.keywords(iteration)).needs_target
 
     def _mix(self, iteration: int) -> tuple[str, float] | None:
         if self.warmup is None:
@@ -218,8 +209,6 @@ class FreezeConfig:
 
     def __post_init__(self) -> None:
         if self.schedule is not None:
-            from bebop_megatron.schedule.phases import FreezeSchedule
-
             FreezeSchedule.parse(self.schedule)
         if self.lr is not None and not self.lr > 0:
             raise ValueError(f"--mtp-lr must be positive, got {self.lr}")
@@ -231,6 +220,11 @@ class FreezeConfig:
             raise ValueError(f"--mtp-clip-grad must be positive, got {self.clip_grad}")
         if self.phase_reset_moments and self.schedule is None:
             raise ValueError("--mtp-phase-reset-moments has no effect without --mtp-freeze-schedule")
+
+    @property
+    def parsed_schedule(self) -> FreezeSchedule:
+        """The schedule; without one nothing is ever frozen."""
+        return FreezeSchedule.parse(self.schedule or "none")
 
     @property
     def by_parts(self) -> bool:

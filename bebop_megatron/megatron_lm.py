@@ -11,26 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bebop_megatron.pretrain import embedding_ranks, prepare
+from bebop_megatron.pretrain import embedding_ranks, prepare, start
+
+__all__ = ["arguments", "ranks_with_embedding", "start", "use"]
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
-
-
-def start() -> None:
-    """Begin a script: the CPU platform where the command line asks for gloo, and our code behind Megatron's names.
-
-    Call it before the command line is parsed, in the script's main block. Calling it again does nothing.
-    """
-    from bebop_megatron.platform import maybe_enter_cpu
-
-    if not {"-h", "--help"} & set(sys.argv):
-        try:
-            maybe_enter_cpu(sys.argv[1:])
-        except RuntimeError as error:
-            sys.exit(f"error: {error}")
-    from bebop_megatron.mcore import install
-
-    install()
 
 
 def arguments(provider: Provider | None = None) -> Provider:
@@ -50,11 +35,6 @@ def use(args: Any, config: Any) -> Any:
         SystemExit: the flags do not go together; one line says why.
     """
     try:
-        if args.hybrid_context_parallel and args.mtp_loss is not None:
-            raise ValueError(
-                "--hybrid-context-parallel changes the context-parallel group from batch to batch, which --mtp-loss "
-                "does not support: use --context-parallel-size alone"
-            )
         prepare(args, config)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -96,6 +96,26 @@ def _check_folders(args: Any) -> Any:
     return hold(args.save, f"--save {args.save}")
 
 
+def start() -> None:
+    """Begin a program: the CPU platform where the command line asks for gloo, and our code behind Megatron's names.
+
+    Call it before the command line is parsed. Calling it again does nothing.
+
+    Raises:
+        SystemExit: there is no CUDA device, and the command line does not ask for gloo.
+    """
+    from bebop_megatron.platform import maybe_enter_cpu
+
+    if not {"-h", "--help"} & set(sys.argv):
+        try:
+            maybe_enter_cpu(sys.argv[1:])
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
+    from bebop_megatron.mcore import install
+
+    install()
+
+
 def prepare(args: Any, config: Any) -> None:
     """Attach our objective to Megatron's model config and queue our freeze, as the flags say.
 
@@ -104,39 +124,26 @@ def prepare(args: Any, config: Any) -> None:
     """
     from megatron.training import get_tokenizer
 
-    from bebop_megatron.config import AttentionConfig, FreezeConfig, MetricsConfig, ObjectiveConfig
-    from bebop_megatron.mcore import attach
-    from bebop_megatron.mcore.arguments import config_from_args
-    from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
+    from bebop_megatron.mcore.flags import Flags
+    from bebop_megatron.mcore.freeze_checks import schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
     from bebop_megatron.mcore.metrics_start import start_metrics
-    from bebop_megatron.mcore.refusals import check_arguments
-    from bebop_megatron.mcore.spec import use_mtp_attention
     from bebop_megatron.mcore.training_loop import install_training_loop
-    from bebop_megatron.schedule.phases import FreezeSchedule
 
-    objective = config_from_args(ObjectiveConfig, args)
-    freezing = config_from_args(FreezeConfig, args)
-    metrics = config_from_args(MetricsConfig, args)
-    check_arguments(args, config.transformer, _starting_checkpoint(args))
-    attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size, metrics=metrics)
-    attention = config_from_args(AttentionConfig, args).mode
-    keep_best = start_metrics(config.transformer, args, attention)
-    install_training_loop(objective, metrics, keep_best)
-    if attention is not None or objective.loss is not None:
-        use_mtp_attention(config, attention)
-    schedule = FreezeSchedule.parse(freezing.schedule or "none")
+    flags, checkpoint = Flags.of(args), _starting_checkpoint(args)
+    freezing, schedule = flags.freezing, flags.freezing.parsed_schedule
+    flags.apply(args, config, get_tokenizer().vocab_size, checkpoint)
+    keep_best = start_metrics(config.transformer, args, flags.attention.mode)
+    install_training_loop(flags.objective, flags.metrics, keep_best)
     change = schedule_change(schedule, freezing, args)
     if change is not None:
         _print_once(f"warning: {change}")
     if not freezing.by_parts:
         return
 
-    check_freezing(schedule, freezing, objective, args)
-    start = _starting_checkpoint(args)
-    if "backbone" in schedule.phase(0).frozen and start is not None:
-        require_mtp_weights(start)
+    if "backbone" in schedule.phase(0).frozen and checkpoint is not None:
+        require_mtp_weights(checkpoint)
     state = follow_schedule(config.transformer, schedule)
     config.pre_wrap_hooks.append(lambda chunks: prepare_chunks(chunks, state))
     install_freezing_loop(freezing)
@@ -162,21 +169,13 @@ def _model_config(args: Any) -> Any:
 
 def main() -> None:
     """Run Megatron's training loop on the command line's arguments."""
-    from bebop_megatron.platform import maybe_enter_cpu
-
-    if not {"-h", "--help"} & set(sys.argv):
-        try:
-            maybe_enter_cpu(sys.argv[1:])
-        except RuntimeError as error:
-            sys.exit(f"error: {error}")
-    from bebop_megatron.mcore import install
-    from bebop_megatron.mcore.arguments import add_mtp_arguments
-
-    install()
+    start()
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
+
+    from bebop_megatron.mcore.arguments import add_mtp_arguments
 
     try:
         args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)

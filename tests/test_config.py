@@ -23,7 +23,8 @@ def test_each_side_has_the_shared_temperature_unless_it_has_its_own():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup": "kl:5"}, "--mtp-loss-warmup hands over to --mtp-loss, which is not given"),
+        ({"warmup": "kl:5", "joint": True}, "--mtp-loss-warmup, --mtp-joint: no effect on Megatron's own MTP loss"),
+        ({"target_top_k": 5}, "--mtp-target-top-k: no effect on Megatron's own MTP loss, give --mtp-loss as well"),
         ({"loss": "tv", "warmup": "kl"}, "expected loss:iterations, for example kl:500"),
         ({"loss": "tv", "warmup": "kl:0"}, "expected loss:iterations, for example kl:500"),
         ({"loss": "tv", "warmup": "soft:5"}, "with a loss out of ce, kl"),

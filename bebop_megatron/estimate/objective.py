@@ -1,4 +1,4 @@
-"""Peak memory of the MTP objective on the rank that computes it: the formulas of docs/loss.md and `losses/chunked.py`.
+"""Peak memory of the MTP objective on the rank that computes it: the formulas of docs/loss.md and `losses/budget.py`.
 
 K depths, n rows of a micro-batch on this rank (sequence x batch / context parallel), h hidden size, s bytes of a value:
 
@@ -6,8 +6,8 @@ K depths, n rows of a micro-batch on this rank (sequence x batch / context paral
                 n h s            the backbone's, gathered over the sequence-parallel ranks
     forward     K n h s          unweighted gradients (4 bytes a value for fp16)
               + K n h s          the drafts gathered, under sequence parallelism
-              + chunk            (drafts + targets) x columns x bytes of a logit, within a byte budget, and the
-                                 chunk's drafts once more
+              + chunk            rows x columns x bytes of a draft's and a target's logit, within a byte budget, and
+                                 the hidden states of the chunk's drafts
               + 100 K n          row statistics and the plan
     backward    2 K n h s        the stored gradients and their scaled copy
     joint       columns x h x 4  the gradient of the LM head, in fp32; backward twice that
@@ -19,11 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from bebop_megatron.losses import rows
-from bebop_megatron.losses.chunked import _CHUNK_BYTES, _MIN_ROWS
+from bebop_megatron.losses.budget import bytes_per_logit, row_limit
 from bebop_megatron.losses.options import Options
+from bebop_megatron.losses.rows import block_rows
 
 _STATISTICS = 100
+# blocks of rows that PyTorch's statistics are taken in
+_SCRATCH = 5
 
 
 @dataclass(frozen=True)
@@ -39,33 +41,18 @@ class Problem:
     sequence_parallel: int = 1
     joint: bool = False
 
-    def bytes_per_logit(self, options: Options) -> int:
-        """What a chunk holds of each logit, as the backend of the device says."""
-        backend = rows
-        if self.device == "cuda":
-            # the formula alone: on a machine without Triton the kernels cannot be imported
-            wide = torch.promote_types(self.dtype, torch.float32)
-            results, itemsize = len(options.shares), self.dtype.itemsize
-            extra = wide.itemsize if self.joint and wide != self.dtype else 0
-            return max(itemsize * results, itemsize + extra)
-        return backend.bytes_per_logit(
-            self.dtype, reverse=options.needs_reverse_kl, results=len(options.shares), to_weight=self.joint
-        )
-
 
 def chunk_bytes(problem: Problem, options: Options) -> int:
-    """Most that one chunk holds: as many drafts and as many targets as half the budget allows each."""
-    per_logit = problem.bytes_per_logit(options)
-    if options.copies_target:
-        per_logit += torch.promote_types(problem.dtype, torch.float32).itemsize
-    per_row = max(problem.columns * per_logit, 1)
-    limit = max(_MIN_ROWS, _CHUNK_BYTES[problem.device] // (2 * per_row))
-    drafts = min(limit, problem.depths * problem.tokens)
-    targets = min(limit, problem.tokens)
+    """Most that one chunk holds: as many drafts, and as many targets, as fit into the budget together."""
+    # what `auto` takes on a machine with a GPU; this one may lack Triton
+    triton = problem.device == "cuda"
+    kind = {"triton": triton, "to_weight": problem.joint}
+    limit = row_limit(problem.columns, problem.dtype, options, device=problem.device, **kind)
+    of_draft, of_target = bytes_per_logit(problem.dtype, options, **kind)
+    drafts, targets = min(limit, problem.depths * problem.tokens), min(limit, problem.tokens)
     hidden = drafts * problem.hidden * problem.dtype.itemsize
-    # a CPU takes statistics in blocks that fit into its caches
-    blocks = 5 * 4 * rows._BLOCK * torch.get_num_threads() if problem.device == "cpu" else 0
-    return (drafts + targets) * per_row + hidden + min(blocks, 5 * drafts * problem.columns * 4)
+    block = 0 if triton else block_rows(drafts, problem.columns, torch.device(problem.device)) * problem.columns
+    return (drafts * of_draft + targets * of_target) * problem.columns + hidden + _SCRATCH * 4 * block
 
 
 def peak(problem: Problem, options: Options) -> int:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from bebop_megatron.losses import rows as torch_rows
 from bebop_megatron.losses.backend import resolve
+from bebop_megatron.losses.budget import row_limit
 from bebop_megatron.losses.comparison import Comparison, Target
 from bebop_megatron.losses.label_loss import label_nll
 from bebop_megatron.losses.objectives import ObjectiveOutput, unit_blend
@@ -21,43 +23,34 @@ from bebop_megatron.losses.registry import OBJECTIVES, weighted_terms
 from bebop_megatron.losses.shard import VocabShard
 from bebop_megatron.losses.statistics import RowStats
 
-# working memory of one chunk: its logits, and what the backend and half precision need beside them
-_CHUNK_BYTES = {"cpu": 148 * 2**20, "cuda": 1024 * 2**20}
-_MIN_ROWS = 8
-
 
 @dataclass(frozen=True)
 class _Inputs:
+    """Shape: as in `fused_linear_objective`, draft_hidden of the whole sequence; `sequence_parallel`: its gradient is
+    wanted for this rank's rows only.
+    """
+
     draft_hidden: Tensor
     target_hidden: Tensor | None
     weight: Tensor
     target_rows: Tensor
     labels: Tensor | None
     valid: Tensor
-    row_labels: Tensor | None = None
-    # [n], written chunk by chunk
-    row_nll: Tensor | None = None
-    # the gradient of draft_hidden is wanted for this rank's rows only
-    sequence_parallel: bool = False
+    row_labels: Tensor | None
+    sequence_parallel: bool
 
 
 def _row_limit(weight: Tensor, options: Options) -> int:
-    """How many draft rows, and as many target rows, fit into the byte budget.
-
-    By the columns that every rank has, so that all cut alike.
-    """
-    per_logit = resolve(options.backend, weight.device).bytes_per_logit(
+    """Rows of a chunk: by the columns that every rank has, so that all cut alike."""
+    triton = resolve(options.backend, weight.device) is not torch_rows
+    return row_limit(
+        len(weight),
         weight.dtype,
-        reverse=options.needs_reverse_kl,
-        results=len(options.shares),
+        options,
+        device=weight.device.type,
+        triton=triton,
         to_weight=weight.requires_grad,
     )
-    if options.copies_target:
-        # a filtered copy
-        per_logit += torch.promote_types(weight.dtype, torch.float32).itemsize
-    per_row = len(weight) * per_logit
-    budget = _CHUNK_BYTES.get(weight.device.type, _CHUNK_BYTES["cuda"])
-    return max(_MIN_ROWS, budget // max(2 * per_row, 1))
 
 
 class _Projection:
@@ -76,7 +69,10 @@ class _Projection:
 
 
 class _Chunks:
-    """One micro-batch, cut into chunks."""
+    """One micro-batch, cut into chunks.
+
+    `row_nll` [n] float32: the language-model loss of the labelled rows, written as their logits come by.
+    """
 
     def __init__(self, inputs: _Inputs, options: Options, shard: VocabShard, limit: int) -> None:
         self.inputs, self.options, self.shard = inputs, options, shard
@@ -92,9 +88,12 @@ class _Chunks:
         wanted = self.head if inputs.row_labels is None else inputs.weight
         self._of_targets = _Projection(wanted, [chunk.targets for chunk in self.plan.chunks])
         self._of_drafts = _Projection(self.head, [part for chunk in self.plan.chunks for part in chunk.drafts])
-        # target rows that are this rank's own; those behind them come from a neighbour
-        own = 0 if inputs.row_labels is None else len(inputs.row_labels)
-        self.own_rows = int((self.plan.needed < own).sum()) if own else 0
+        self.row_nll: Tensor | None = None
+        # target rows that have a label or -1; those behind them come from a neighbour
+        self._labelled = 0
+        if inputs.row_labels is not None:
+            self.row_nll = torch.zeros(len(inputs.row_labels), dtype=torch.float32, device=wanted.device)
+            self._labelled = int((self.plan.needed < len(inputs.row_labels)).sum())
 
     def each(self, work: Callable[[Tensor, Comparison], None]) -> None:
         """Call `work` for every part of the plan with its entries, flat indices [e] into [k, n], and their comparison.
@@ -119,18 +118,17 @@ class _Chunks:
         """Logits of some target rows, and in passing the language-model loss of those that have labels."""
         rows = self.plan.needed[part]
         logits = self._of_targets.of(table[rows])
-        if self.inputs.row_labels is None or self.inputs.row_nll is None:
+        if self.inputs.row_labels is None or self.row_nll is None:
             return logits
-        rows = rows[: max(self.own_rows - part.start, 0)]
+        rows = rows[: max(self._labelled - part.start, 0)]
         labels = self.inputs.row_labels[rows]
-        nll = label_nll(logits[: len(rows)] * self.options.logit_scale, labels.clamp(min=0), self.shard.group)
-        self.inputs.row_nll[rows] = torch.where(labels >= 0, nll, 0)
+        nll = label_nll(logits[: len(rows)], labels.clamp(min=0), self.options.logit_scale, self.shard.group)
+        self.row_nll[rows] = torch.where(labels >= 0, nll, 0)
         return logits[:, : self.shard.columns]
 
 
 def _first_pass(chunks: _Chunks, collected: RowStats, grads: list[Tensor]) -> None:
     """Statistics of every entry, and its unweighted hidden gradient for each objective."""
-
     directions = [OBJECTIVES[kind].direction for kind in chunks.options.shares if grads]
 
     def work(entries: Tensor, compared: Comparison) -> None:
@@ -168,8 +166,8 @@ def _add_weight_gradient(chunks: _Chunks, stats: RowStats, weights: list[Tensor]
 @torch.no_grad()
 def _run(
     inputs: _Inputs, scale: Tensor, options: Options, shard: VocabShard, limit: int, want: tuple[bool, bool]
-) -> tuple[Tensor, RowStats, Tensor | None, Tensor | None]:
-    """Loss, statistics, and the gradients of hidden states and weight that `want` asks for."""
+) -> tuple[Tensor, RowStats, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, statistics, language-model loss of rows, and the gradients of hidden states and weight that are wanted."""
     k, n, h = inputs.draft_hidden.shape
     weight = inputs.weight
     chunks = _Chunks(inputs, options, shard, limit)
@@ -192,7 +190,7 @@ def _run(
     if want[1]:
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         _add_weight_gradient(chunks, collected, weights, grad_weight)
-    return loss, stats, grad_hidden, grad_weight
+    return loss, stats, chunks.row_nll, grad_hidden, grad_weight
 
 
 def _no_stats(rows: int, weight: Tensor) -> RowStats:
@@ -218,20 +216,17 @@ class _FusedObjective(torch.autograd.Function):
         shard: VocabShard,
         limit: int,
         row_labels: Tensor | None,
-        row_nll: Tensor | None,
         sequence_parallel: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         hidden = shard.whole_sequence(draft_hidden) if sequence_parallel else draft_hidden
-        inputs = _Inputs(
-            hidden, target_hidden, weight, target_rows, labels, valid, row_labels, row_nll, sequence_parallel
-        )
+        inputs = _Inputs(hidden, target_hidden, weight, target_rows, labels, valid, row_labels, sequence_parallel)
         want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        loss, stats, grad_hidden, grad_weight = _run(inputs, scale, options, shard, limit, want)
+        loss, stats, row_nll, grad_hidden, grad_weight = _run(inputs, scale, options, shard, limit, want)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = draft_hidden.dtype, weight.dtype
         values = tuple(vars(stats).values())
-        ctx.mark_non_differentiable(*values)
-        return loss, *values
+        ctx.mark_non_differentiable(*values, *(() if row_nll is None else (row_nll,)))
+        return loss, row_nll, *values
 
     @staticmethod
     @once_differentiable
@@ -246,7 +241,7 @@ class _FusedObjective(torch.autograd.Function):
             for depth in range(len(to_hidden)):
                 to_hidden[depth] = grad_hidden[depth].to(wide) * grads[0]
         to_weight = None if grad_weight is None else (grad_weight * grads[0].to(grad_weight.dtype)).to(weight_dtype)
-        return to_hidden, to_weight, *[None] * 11
+        return to_hidden, to_weight, *[None] * 10
 
 
 def fused_linear_objective(
@@ -290,8 +285,8 @@ def fused_linear_objective(
     Collectives: over `group`, for each chunk three all-reduces of statistics (two more with row_labels); once, one of
     the hidden gradient, or under sequence_parallel an all-gather of the drafts and a reduce-scatter of their gradient.
     Memory: the gradients of draft_hidden (and weight; with `mix` one more of draft_hidden), and a chunk's logits within
-    a byte budget that depends neither on k nor on n, but for at least 8 drafts and their targets. `chunk_tokens`
-    overrides it: the drafts of as many tokens, and at most as many targets.
+    a byte budget (`budget.py`) that depends neither on k nor on n. `chunk_tokens` overrides it: at most k times as many
+    drafts, and no more targets.
     Work: only valid entries; each target row that one of them meets is projected once. The host waits for the device a
     few times per call, to know how many there are.
     Raises:
@@ -331,15 +326,12 @@ def fused_linear_objective(
     labels = check_labels(labels, options, k, n)
     shard = VocabShard.of_columns(weight.shape[0], vocab_size, group, "weight")
     scale = depth_scale(row_scale, options, valid)
-    row_nll = None
-    if row_labels is not None:
-        if target_hidden is None or row_labels.shape != (n,) or len(target_hidden) < n:
-            raise ValueError(
-                f"row_labels must be [{n}] and target_hidden hold a row for each, got {list(row_labels.shape)}"
-            )
-        row_nll = torch.zeros(n, dtype=torch.float32, device=draft_hidden.device)
+    if row_labels is not None and (target_hidden is None or row_labels.shape != (n,) or len(target_hidden) < n):
+        raise ValueError(
+            f"row_labels must be [{n}] and target_hidden hold a row for each, got {list(row_labels.shape)}"
+        )
     weight = weight if weight_requires_grad else weight.detach()
-    loss, *values = _FusedObjective.apply(
+    loss, row_nll, *values = _FusedObjective.apply(
         draft_hidden,
         weight,
         None if target_hidden is None else target_hidden.detach(),
@@ -351,7 +343,6 @@ def fused_linear_objective(
         shard,
         chunk_tokens * k if chunk_tokens else _row_limit(weight, options),
         row_labels,
-        row_nll,
         sequence_parallel,
     )  # pyright: ignore[reportGeneralTypeIssues]
     stats = RowStats(*values)

@@ -297,12 +297,6 @@ def _side(side: LocalRows, share: Tensor | None) -> tuple[Any, ...]:
     return side.values, side.values.stride(0), _scale(side), side.top, side.log_sum, share
 
 
-def bytes_per_logit(dtype: torch.dtype, *, reverse: bool, results: int, to_weight: bool) -> int:
-    """Memory for a logit: itself, which the last result replaces, and a weight's gradient takes that in fp32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return max(dtype.itemsize * results, dtype.itemsize + (wide.itemsize if to_weight and wide != dtype else 0))
-
-
 def local_rows(
     logits: Tensor,
     scale: float = 1.0,

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# elements of one block and thread: small enough for the caches, large enough that calls do not count
+# elements of one block: of a CPU's for each thread, small enough for its caches and large enough that calls do not
+# count; elsewhere large enough to fill the device, and small beside a chunk
 _BLOCK = 2**19
+_DEVICE_BLOCK = 2**24
 _TILE = 256
 # what the scratch memory of a block holds
 _DRAFT, _TARGET, _TERM, _REJECTED, _TOTAL = range(5)
@@ -57,18 +59,14 @@ class Overlap:
     rejected: Tensor
 
 
-def bytes_per_logit(dtype: torch.dtype, *, reverse: bool, results: int, to_weight: bool) -> int:
-    """Memory for a logit and all that is kept of it while `results` directions are made, the last in its place."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return wide.itemsize * (reverse + results) + (dtype.itemsize if wide != dtype else 0)
+def block_rows(n: int, columns: int, device: torch.device) -> int:
+    """How many of n rows make a block."""
+    elements = _BLOCK * torch.get_num_threads() if device.type == "cpu" else _DEVICE_BLOCK
+    return max(1, min(elements // max(columns, 1), n))
 
 
-def _block_rows(n: int, columns: int, device: torch.device) -> int:
-    size = n if device.type != "cpu" else _BLOCK * torch.get_num_threads() // max(columns, 1)
-    return max(1, min(size, n))
-
-
-def _blocks(n: int, size: int) -> Iterator[slice]:
+def blocks(n: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows, the last one shorter."""
     return (slice(begin, min(begin + size, n)) for begin in range(0, n, size))
 
 
@@ -114,9 +112,9 @@ def local_rows(
     lowest = torch.finfo(wide).min
     if columns == 0:
         top.fill_(-torch.inf)
-    size = _block_rows(n, columns, logits.device)
+    size = block_rows(n, columns, logits.device)
     scratch = _Scratch(values, size)
-    for part in _blocks(n, size) if columns else ():
+    for part in blocks(n, size) if columns else ():
         z = scratch.of(_TERM, part)
         softmax, given = values[part], logits[part]
         if given.dtype != wide or scale != 1:
@@ -192,9 +190,9 @@ def overlap(
     """
     n, columns = draft.values.shape
     alpha, covered, rejected = draft.values.new_zeros(3, n)
-    size = _block_rows(n, columns, rows.device)
+    size = block_rows(n, columns, rows.device)
     scratch = _Scratch(draft.values, size)
-    for part in _blocks(n, size):
+    for part in blocks(n, size):
         q = _draft_probabilities(draft, draft_share, part, scratch)
         p = _target_probabilities(target, target_share, rows[part], scratch.of(_TARGET, part))
         c = scratch.of(_TERM, part)
@@ -238,9 +236,9 @@ def direction(
     """
     n, columns = draft.values.shape
     out = draft.values if overwrite else torch.empty_like(draft.values)
-    size = _block_rows(n, columns, rows.device)
+    size = block_rows(n, columns, rows.device)
     scratch = _Scratch(draft.values, size)
-    for part in _blocks(n, size):
+    for part in blocks(n, size):
         q = _draft_probabilities(draft, draft_share, part, scratch)
         p = None
         if target is not None:

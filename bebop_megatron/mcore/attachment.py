@@ -105,6 +105,11 @@ def attach(
     if objective.joint and config.gradient_accumulation_fusion:
         # the fused kernel marks the weight as done, and the objective's own gradient would be dropped
         raise ValueError("--mtp-joint needs --no-gradient-accumulation-fusion: the LM head gets two gradients")
+    if getattr(config, "hybrid_context_parallel", False):
+        raise ValueError(
+            "--hybrid-context-parallel changes the context-parallel group from batch to batch, which --mtp-loss does "
+            "not support: use --context-parallel-size alone"
+        )
     if cp_layout not in LAYOUTS:
         raise ValueError(f"unknown context-parallel layout {cp_layout!r}: choose one of {', '.join(LAYOUTS)}")
     check_config(config)

@@ -22,7 +22,7 @@ from bebop_megatron.mcore.freeze_state import follow_schedule
 from bebop_megatron.mcore.logging import in_line, summed_over_ranks, with_negative_values, write
 from bebop_megatron.mcore.validation_sums import ValidationSums
 from bebop_megatron.patching import Patcher
-from bebop_megatron.schedule.phases import FreezeSchedule, Phase
+from bebop_megatron.schedule.phases import Phase
 
 _patcher = Patcher()
 
@@ -137,7 +137,7 @@ def follow_training(container: Any, config: Any, options: FreezeConfig, objectiv
         ValueError: the schedule does not go together with the objective or with the container's settings.
     """
     compat.require(compat.BRIDGE_SEAMS)
-    schedule = FreezeSchedule.parse(options.schedule or "none")
+    schedule = options.parsed_schedule
     if options.by_parts:
         check_freezing(schedule, options, objective, _as_arguments(container, config))
     release()

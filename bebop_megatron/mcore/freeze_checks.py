@@ -75,7 +75,7 @@ def schedule_change(schedule: FreezeSchedule, options: FreezeConfig, args: Any) 
     if common.get("args") is None:
         return None
     before = config_from_args(FreezeConfig, common["args"])
-    old = FreezeSchedule.parse(before.schedule or "none")
+    old = before.parsed_schedule
     if not (args.no_load_optim or args.finetune):
         _check_optimizer_state(before, options, args, common["args"])
     if before.schedule == options.schedule:
@@ -87,7 +87,7 @@ def schedule_change(schedule: FreezeSchedule, options: FreezeConfig, args: Any) 
 
 
 def _never_trained(options: FreezeConfig) -> frozenset[str]:
-    schedule = FreezeSchedule.parse(options.schedule or "none")
+    schedule = options.parsed_schedule
     return schedule.frozen_parts if schedule.constant else frozenset()
 
 

@@ -20,7 +20,7 @@ from bebop_megatron.mcore.freeze_checks import check_freezing
 from bebop_megatron.mcore.freeze_install import FreezeLoop, install_freezing, prepare_chunks
 from bebop_megatron.mcore.freeze_state import follow_schedule, freeze_state
 from bebop_megatron.mcore.logging import gather
-from bebop_megatron.schedule.phases import FreezeSchedule, Phase
+from bebop_megatron.schedule.phases import Phase
 
 _LOOP = "bebop_nemo_loop"
 _TENSORS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -113,7 +113,7 @@ def follow_training(config: Any, options: FreezeConfig, objective: ObjectiveConf
             "a learning rate of the MTP head's own (lr, lr_schedule, lr_warmup_iters) is not supported with NeMo, "
             "whose schedulers give all parameters one: leave them out, or use Megatron Bridge"
         )
-    schedule = FreezeSchedule.parse(options.schedule or "none")
+    schedule = options.parsed_schedule
     # what else cannot go together is in NeMo's trainer and optimizer, which are made later
     known = {"optimizer": "adam", "clip_grad": 1.0, "hybrid_layer_pattern": None}
     known["mtp_num_layers"] = config.mtp_num_layers

@@ -167,30 +167,18 @@ class Rehearsal:
     def _config(self) -> Any:
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-        from bebop_megatron.config import AttentionConfig, FreezeConfig, ObjectiveConfig
-        from bebop_megatron.mcore import attach, install
-        from bebop_megatron.mcore.arguments import config_from_args
+        from bebop_megatron.mcore import install
         from bebop_megatron.mcore.batches import check_packed_arguments
-        from bebop_megatron.mcore.freeze_checks import check_freezing
-        from bebop_megatron.mcore.refusals import check_arguments
-        from bebop_megatron.mcore.spec import use_mtp_attention
-        from bebop_megatron.schedule.phases import FreezeSchedule
+        from bebop_megatron.mcore.flags import Flags
 
         install()
         args = self.args
         try:
             check_packed_arguments(args)
-            self.objective = config_from_args(ObjectiveConfig, args)
-            self.freezing = config_from_args(FreezeConfig, args)
+            flags = Flags.of(args)
+            self.objective, self.schedule = flags.objective, flags.freezing.parsed_schedule
             config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
-            check_arguments(args, config.transformer, None)
-            attach(config.transformer, self.objective, vocab_size=args.vocab_size)
-            attention = config_from_args(AttentionConfig, args).mode
-            if attention is not None or self.objective.loss is not None:
-                use_mtp_attention(config, attention)
-            self.schedule = FreezeSchedule.parse(self.freezing.schedule or "none")
-            if self.freezing.by_parts:
-                check_freezing(self.schedule, self.freezing, self.objective, args)
+            flags.apply(args, config, args.vocab_size, None)
         except (AssertionError, ValueError) as error:
             raise Unknown(_words(error)) from error
         return config

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from bebop_megatron.losses.registry import OBJECTIVES
+
 PARTS = ("backbone", "mtp", "none")
 _ENTRY = re.compile(r"(?P<part>[a-z-]+)(?::(?P<count>[^@]*))?(?:@(?P<objective>.*))?")
 
@@ -38,6 +40,10 @@ class _Entry:
     count: int | None
     objective: str | None
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        return frozenset() if self.part == "none" else frozenset({self.part})
+
 
 def _parse_entry(text: str, whole: str, last: bool) -> _Entry:
     match = _ENTRY.fullmatch(text)
@@ -58,12 +64,9 @@ def _parse_entry(text: str, whole: str, last: bool) -> _Entry:
         count = int(match["count"])
     elif not last:
         raise ValueError(f"{where}: only the last entry may leave out its number of iterations")
-    if match["objective"] is not None:
-        from bebop_megatron.losses import OBJECTIVES
-
-        if match["objective"] not in OBJECTIVES:
-            choices = ", ".join(sorted(OBJECTIVES))
-            raise ValueError(f"{where}: unknown objective {match['objective']!r}, choose one of {choices}")
+    if match["objective"] is not None and match["objective"] not in OBJECTIVES:
+        choices = ", ".join(sorted(OBJECTIVES))
+        raise ValueError(f"{where}: unknown objective {match['objective']!r}, choose one of {choices}")
     return _Entry(match["part"], count, match["objective"])
 
 
@@ -98,7 +101,7 @@ class FreezeSchedule:
     @property
     def frozen_sets(self) -> list[frozenset[str]]:
         """What each entry freezes."""
-        return [frozenset() if e.part == "none" else frozenset({e.part}) for e in self.entries]
+        return [entry.frozen for entry in self.entries]
 
     @property
     def objectives(self) -> frozenset[str]:
@@ -143,7 +146,6 @@ class FreezeSchedule:
         for entry in self.entries:
             end = None if entry.count is None else start + entry.count
             if end is None or iteration < end:
-                frozen = frozenset() if entry.part == "none" else frozenset({entry.part})
-                return Phase(entry.part, frozen, entry.objective, start, end)
+                return Phase(entry.part, entry.frozen, entry.objective, start, end)
             start = end
         raise AssertionError("the entries cover every iteration")

@@ -108,7 +108,7 @@ def timing(case: Case, group: Any, names: list[str], rounds: int, rows: int | No
     """Fields of `Timing`; `rows`: how many a product of the floor has, None: as many as are fastest."""
     problem = make_problem(case, group)
     device = problem.draft.device
-    rows = rows or _fastest_rows(problem)
+    rows = rows or fastest_rows(problem)
     floor = BareProducts(problem, rows)
     runs: dict[str, Callable[[], Any]] = {FLOOR: floor}
     runs |= {name: lambda name=name: CONTENDERS[name](problem) for name in names}
@@ -119,16 +119,17 @@ def timing(case: Case, group: Any, names: list[str], rounds: int, rows: int | No
             CONTENDERS[name](warm_up)
         except torch.OutOfMemoryError:
             del runs[name]
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds):
         # another one first in each round, so that none profits from its place
         order = list(runs)[number % len(runs) :] + list(runs)[: number % len(runs)]
         for name in order:
-            seconds[name].append(_seconds(runs[name], device, group))
-    return vars(Timing(seconds | {name: [] for name in names if name not in runs}, rows))
+            taken[name].append(seconds(runs[name], device, group))
+    return vars(Timing(taken | {name: [] for name in names if name not in runs}, rows))
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, group: Any) -> float:
+def seconds(run: Callable[[], Any], device: torch.device, group: Any = None) -> float:
+    """Time of one run, until all of the group are done."""
     gc.collect()
     _synchronize(device, group)
     start = time.perf_counter()
@@ -137,14 +138,14 @@ def _seconds(run: Callable[[], Any], device: torch.device, group: Any) -> float:
     return time.perf_counter() - start
 
 
-def _fastest_rows(problem: Problem) -> int:
+def fastest_rows(problem: Problem) -> int:
     """Rows per product that are fastest on a part of the problem; the same on all ranks."""
     sizes = FLOOR_ROWS[problem.draft.device.type]
     part = problem.first(max(sizes) // len(problem.draft))
     best = {}
     for rows in sizes:
         floor = BareProducts(part, rows)
-        best[rows] = min(_seconds(floor, part.draft.device, part.group) for _ in range(2))
+        best[rows] = min(seconds(floor, part.draft.device, part.group) for _ in range(2))
     fastest = torch.tensor(min(best, key=lambda rows: best[rows]))
     if problem.group is not None:
         dist.broadcast(fastest, 0, group=problem.group)
@@ -156,14 +157,19 @@ def peak_memory(case: Case, group: Any, name: str) -> int | None:
     problem = make_problem(case, group)
     run = CONTENDERS[name]
     run(problem.first(_WARM_UP_TOKENS))
+    return peak_of(lambda: run(problem), problem.draft.device)
+
+
+def peak_of(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Most bytes in use at one time while something runs, beyond what is in use; None: ran out of memory."""
     gc.collect()
-    if problem.draft.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:
-            kept = run(problem)
+            kept = run()
         except torch.OutOfMemoryError:
             return None
         torch.cuda.synchronize()
@@ -171,7 +177,7 @@ def peak_memory(case: Case, group: Any, name: str) -> int | None:
         return torch.cuda.max_memory_allocated() - before
     _return_free_memory()
     with _PeakResident() as peak:
-        kept = run(problem)
+        kept = run()
     del kept
     return peak.extra
 

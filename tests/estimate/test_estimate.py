@@ -19,7 +19,7 @@ import torch
 from bebop_megatron.estimate import activations
 from bebop_megatron.estimate.objective import Problem, peak
 from bebop_megatron.estimate.weights import Block, shards, weigh
-from bebop_megatron.losses import chunked, rows
+from bebop_megatron.losses import budget, rows
 from bebop_megatron.losses.chunked import fused_linear_objective
 from bebop_megatron.losses.options import Options
 
@@ -81,7 +81,7 @@ def measured_peak(k, n, h, v, kind, joint):
 )
 def test_peak_of_the_objective_within_a_quarter(k, n, h, v, kind, joint, monkeypatch):
     # a budget that these small problems fill
-    monkeypatch.setitem(chunked._CHUNK_BYTES, "cpu", 24 * 2**20)
+    monkeypatch.setitem(budget.CHUNK_BYTES, "cpu", 24 * 2**20)
     monkeypatch.setattr(rows, "_BLOCK", 2**14)
     problem = Problem(k, n, h, v, torch.float32, "cpu", joint=joint)
     # the stacked inputs are there before

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from bebop_megatron.losses import chunked, fused_linear_objective, rows, vocab_parallel_objective
+from bebop_megatron.losses import budget, chunked, fused_linear_objective, rows, vocab_parallel_objective
 from bebop_megatron.losses.backend import resolve
 from bebop_megatron.losses.options import Options
 from tests.losses import kernel_cases
@@ -84,21 +84,21 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 def test_a_chunk_has_more_rows_where_logits_are_not_copied(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     weight = torch.zeros(1000, 2, dtype=torch.bfloat16)
-    monkeypatch.setitem(chunked._CHUNK_BYTES, "cpu", 10**6)
+    monkeypatch.setitem(budget.CHUNK_BYTES, "cpu", 10**6)
     limits = {
         (backend, kind): chunked._row_limit(weight, Options(kind, backend=backend))
         for backend in ("torch", "triton")
         for kind in ("tv", "reverse-kl")
     }
     assert limits == {
-        ("torch", "tv"): 83,
-        ("torch", "reverse-kl"): 50,
+        ("torch", "tv"): 71,
+        ("torch", "reverse-kl"): 45,
         ("triton", "tv"): 250,
         ("triton", "reverse-kl"): 250,
     }
     # two results at a time; the weight's gradient takes its one in fp32
-    assert chunked._row_limit(weight, Options("tv", mix=("kl", 0.5), backend="triton")) == 125
-    assert chunked._row_limit(weight.requires_grad_(), Options("tv", backend="triton")) == 83
+    assert chunked._row_limit(weight, Options("tv", mix=("kl", 0.5), backend="triton")) == 166
+    assert chunked._row_limit(weight.requires_grad_(), Options("tv", backend="triton")) == 125
 
 
 COMPILE = """

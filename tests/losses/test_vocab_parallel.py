@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from bebop_megatron.losses import chunked, fused_linear_objective, vocab_parallel_objective
+from bebop_megatron.losses import budget, chunked, fused_linear_objective, vocab_parallel_objective
 from bebop_megatron.losses.options import Options
 from bebop_megatron.losses.plan import make_plan
 from tests.losses.collectives import counting
@@ -181,8 +181,8 @@ def check_ties(group: Any) -> None:
 
 def check_automatic_chunks(group: Any) -> None:
     """Ranks hold different numbers of true columns and still cut the same chunks."""
-    before = dict(chunked._CHUNK_BYTES), chunked._MIN_ROWS
-    chunked._CHUNK_BYTES["cpu"], chunked._MIN_ROWS = 1500, 1
+    before = budget.CHUNK_BYTES["cpu"]
+    budget.CHUNK_BYTES["cpu"] = 1500
     try:
         for v in VOCABULARIES:
             problem = hidden(2, 40, v)
@@ -193,8 +193,7 @@ def check_automatic_chunks(group: Any) -> None:
             )
             check_hidden(problem, "tv", group, chunk_tokens=None)
     finally:
-        chunked._CHUNK_BYTES.update(before[0])
-        chunked._MIN_ROWS = before[1]
+        budget.CHUNK_BYTES["cpu"] = before
 
 
 def check_half_precision(group: Any) -> None:
