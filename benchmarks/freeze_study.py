@@ -58,8 +58,8 @@ def run(command: list[str], log: Path, threads: int) -> str:
     Raises:
         RuntimeError: it failed; with the end of what it printed.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    variables = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     log.write_text(done.stdout + done.stderr)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:6])} ... failed, see {log}:\n{done.stderr[-2000:]}")

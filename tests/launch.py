@@ -20,7 +20,8 @@ MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query
 RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0
 --ckpt-format torch_dist --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1
---eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 95""".split()
+--eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 95
+--distributed-timeout-minutes 2""".split()
 
 
 def _flags(arguments: tuple[str, ...], mock_data: bool = True, model: list[str] = MODEL) -> list[str]:

@@ -30,15 +30,15 @@ DELTA = """--group-query-attention --num-query-groups 2 --attention-output-gate 
 @pytest.mark.parametrize(
     ("model", "one", "two"),
     [
-        # only the last pipeline stage has experts
-        (EXPERTS, [], ["--pipeline-model-parallel-size", "2"]),
+        # the first stage has an expert layer less than the second, which holds only MTP layers; the last has no layer
+        (EXPERTS, [], ["--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Ett|mm|L"]),
         (
             DELTA,
             ["--hybrid-layer-pattern", "G-*-/*-/*-"],
             ["--hybrid-layer-pattern", "G-|*-/*-/*-", "--pipeline-model-parallel-size", "2"],
         ),
     ],
-    ids=["field-case-21-experts-on-the-last-stage-only", "hybrid-gated-delta-net"],
+    ids=["field-cases-20-and-21-stages-that-differ-in-layers", "hybrid-gated-delta-net"],
 )
 def test_two_pipeline_stages_give_the_single_process_losses(tmp_path, model, one, two):
     # pipeline ranks initialise from seeds of their own, so both start from one checkpoint
@@ -46,7 +46,8 @@ def test_two_pipeline_stages_give_the_single_process_losses(tmp_path, model, one
     first = pretrain(*flags, *one, "--save", str(tmp_path), "--save-interval", "2", model=[*COMMON, *model])
     assert first.returncode == 0, first.stderr[-3000:]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    second = pretrain(*flags, *two, "--load", str(tmp_path), model=[*COMMON, *model], processes=2)
+    stages = int(two[two.index("--pipeline-model-parallel-size") + 1])
+    second = pretrain(*flags, *two, "--load", str(tmp_path), model=[*COMMON, *model], processes=stages)
     assert second.returncode == 0, second.stderr[-3000:]
     expected, actual = log(first.stdout), log(second.stdout)
     assert sorted(actual) == [3, 4, 5]

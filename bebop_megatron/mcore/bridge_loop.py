@@ -35,10 +35,6 @@ def _before_wrapping(model: Any, hook: Callable[[list[Any]], list[Any]]) -> None
         model.register_pre_wrap_hook(hook)
 
 
-def _wrap(seam: compat.Seam, wrapper: Callable[[Any], Any]) -> None:
-    _patcher.set(seam.owner(), seam.name, wrapper(getattr(seam.owner(), seam.name)))
-
-
 class MTPCallback(Callback):
     """Tells the objective how far training is, and measures the head while Bridge evaluates.
 
@@ -144,11 +140,11 @@ def follow_training(container: Any, config: Any, options: FreezeConfig, objectiv
     optimizer, scheduler, line, dataset = compat.BRIDGE_SEAMS
     callbacks: list[Callback] = []
     # the same dataset, which also reads a mask of targets beside the data
-    _wrap(dataset, lambda _: MaskedGPTDataset)
+    dataset.rebind(_patcher, lambda _: MaskedGPTDataset)
     attachment = attached(config)
     if attachment is not None:
         attachment.run = container.logger
-        _wrap(line, with_negative_values)
+        line.rebind(_patcher, with_negative_values)
 
         def true_vocabulary(chunks: list[Any]) -> list[Any]:
             # known once Bridge has read the tokenizer
@@ -162,9 +158,9 @@ def follow_training(container: Any, config: Any, options: FreezeConfig, objectiv
         _before_wrapping(container.model, lambda chunks: prepare_chunks(chunks, state))
         install_freezing(options)
         loop = FreezeLoop(options)
-        _wrap(optimizer, loop.optimizer)
-        _wrap(scheduler, loop.lr_scheduler)
-        _wrap(line, loop.log)
+        optimizer.rebind(_patcher, loop.optimizer)
+        scheduler.rebind(_patcher, loop.lr_scheduler)
+        line.rebind(_patcher, loop.log)
         callbacks.append(FreezeCallback(loop))
     return callbacks
 

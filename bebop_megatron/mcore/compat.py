@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bebop_megatron.mcore.checkpoints import damage_named
+from bebop_megatron.patching import Patcher
 
 TESTED_VERSIONS = ("0.19.2",)
 
@@ -45,6 +46,11 @@ class Seam:
         module, _, attribute = self.module.partition(":")
         owner: Any = importlib.import_module(module)
         return getattr(owner, attribute) if attribute else owner
+
+    def rebind(self, patcher: Patcher, wrap: Callable[[Any], Any], *, static: bool = False) -> None:
+        """Put `wrap(what is there)` under the name until `patcher.restore()`; `static` for a static method."""
+        wrapped = wrap(getattr(self.owner(), self.name))
+        patcher.set(self.owner(), self.name, staticmethod(wrapped) if static else wrapped)
 
 
 # `process_mtp_loss` is imported by name, so it is looked up where it is used
@@ -85,6 +91,11 @@ DELTA_NET_SEAMS = tuple(
 )
 # a class, so that every wrapped model already built is covered too
 GRAD_SYNC_SEAM = Seam("megatron.core.distributed:DistributedDataParallel", "finish_grad_sync", ("force_all_reduce",))
+TIED_HEAD_SEAM = Seam(
+    "megatron.core.models.common.language_module.language_module:LanguageModule",
+    "tie_embeddings_and_output_weights_state_dict",
+    ("sharded_state_dict", "output_layer_weight_key", "first_stage_word_emb_key"),
+)
 
 
 # what we read without rebinding: configuration fields, and attributes that a constructor sets
@@ -311,7 +322,7 @@ def require(seams: Iterable[Seam]) -> None:
 
 
 def _installed_seams() -> tuple[Seam, ...]:
-    return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM, GRAD_SYNC_SEAM)
+    return (*LOSS_SEAMS, *SCHEDULE_SEAMS, EMBEDDING_SEAM, SPEC_SEAM, LOGGING_SEAM, GRAD_SYNC_SEAM, TIED_HEAD_SEAM)
 
 
 def check(seams: tuple[Seam, ...] | None = None) -> None:

@@ -55,16 +55,6 @@ def _unless_frozen(reduce: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _wrap(seam: compat.Seam, wrapper: Callable[[Any], Any], static: bool = False) -> None:
-    wrapped = wrapper(getattr(seam.owner(), seam.name))
-    _patcher.set(seam.owner(), seam.name, staticmethod(wrapped) if static else wrapped)
-
-
-def rebind(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Wrap a name of a training loop until `uninstall_freezing()`."""
-    _patcher.set(owner, name, wrapper(getattr(owner, name)))
-
-
 def install_freezing(options: FreezeConfig) -> None:
     """Rebind what any training loop over Megatron's core needs. Calling it again does nothing.
 
@@ -77,17 +67,17 @@ def install_freezing(options: FreezeConfig) -> None:
         return
     compat.check(compat.FREEZE_SEAMS)
     seams = {seam.name: seam for seam in compat.FREEZE_SEAMS}
-    _wrap(seams["_compute_default_per_buffer_param_layout"], with_one_part_per_bucket)
-    _wrap(seams["_compute_per_buffer_param_layout"], with_one_part_per_bucket, static=True)
-    _wrap(seams["partition_buckets"], with_one_part_per_group)
-    _patcher.set(seams["P2PCommunicator"].owner(), "P2PCommunicator", FreezeCommunicator)
-    _wrap(seams["backward_step"], with_gradient_for_every_input)
-    _wrap(seams["_allreduce_word_embedding_grads"], _unless_frozen)
+    seams["_compute_default_per_buffer_param_layout"].rebind(_patcher, with_one_part_per_bucket)
+    seams["_compute_per_buffer_param_layout"].rebind(_patcher, with_one_part_per_bucket, static=True)
+    seams["partition_buckets"].rebind(_patcher, with_one_part_per_group)
+    seams["P2PCommunicator"].rebind(_patcher, lambda _: FreezeCommunicator)
+    seams["backward_step"].rebind(_patcher, with_gradient_for_every_input)
+    seams["_allreduce_word_embedding_grads"].rebind(_patcher, _unless_frozen)
     for seam in compat.GROUP_KEY_SEAMS:
-        _patcher.set(seam.owner(), seam.name, (*getattr(seam.owner(), seam.name), PART))
+        seam.rebind(_patcher, lambda keys: (*keys, PART))
     if options.clip_grad is not None:
         limit = options.clip_grad
-        _wrap(seams["clip_grad_by_total_norm_fp32"], lambda clip: _own_clip(clip, limit))
+        seams["clip_grad_by_total_norm_fp32"].rebind(_patcher, lambda clip: _own_clip(clip, limit))
 
 
 class FreezeLoop:
@@ -186,7 +176,7 @@ def install_freezing_loop(options: FreezeConfig) -> None:
         "print_rank_last": loop.log,
     }
     for seam in compat.TRAINING_SEAMS:
-        _wrap(seam, wrappers[seam.name])
+        seam.rebind(_patcher, wrappers[seam.name])
 
 
 def uninstall_freezing() -> None:

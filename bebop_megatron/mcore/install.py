@@ -8,6 +8,7 @@ from bebop_megatron.mcore.loss_hook import make_process_mtp_loss
 from bebop_megatron.mcore.rolling import with_rolled_inputs
 from bebop_megatron.mcore.spec import make_builder_mtp_block_spec, make_mtp_block_spec
 from bebop_megatron.mcore.step_counts import with_step_counts
+from bebop_megatron.mcore.tied_head import with_idle_head
 from bebop_megatron.mcore.unused_copies import with_unused_copies
 from bebop_megatron.patching import Patcher
 
@@ -33,11 +34,11 @@ def install() -> None:
         ((compat.EMBEDDING_SEAM,), with_rolled_inputs),
         ((compat.SPEC_SEAM,), make_mtp_block_spec),
         ((compat.GRAD_SYNC_SEAM,), with_unused_copies),
+        ((compat.TIED_HEAD_SEAM,), with_idle_head),
     ):
         for seam in seams:
-            _patcher.set(seam.owner(), seam.name, wrap(getattr(seam.owner(), seam.name)))
-    owner, name = compat.LOGGING_SEAM.owner(), compat.LOGGING_SEAM.name
-    _patcher.set(owner, name, staticmethod(make_track_mtp_metrics(getattr(owner, name))))
+            seam.rebind(_patcher, wrap)
+    compat.LOGGING_SEAM.rebind(_patcher, make_track_mtp_metrics, static=True)
 
 
 def install_builder() -> None:
@@ -46,7 +47,7 @@ def install_builder() -> None:
     seam = compat.BUILDER_SEAM
     if not hasattr(getattr(seam.owner(), seam.name), "__wrapped__"):
         compat.check((seam,))
-        _patcher.set(seam.owner(), seam.name, make_builder_mtp_block_spec(getattr(seam.owner(), seam.name)))
+        seam.rebind(_patcher, make_builder_mtp_block_spec)
 
 
 def uninstall() -> None:

@@ -18,7 +18,7 @@ from bebop_megatron.config import FreezeConfig, ObjectiveConfig
 from bebop_megatron.mcore.attachment import attached, set_iteration
 from bebop_megatron.mcore.freeze_checks import check_freezing
 from bebop_megatron.mcore.freeze_install import FreezeLoop, install_freezing, prepare_chunks
-from bebop_megatron.mcore.freeze_state import follow_schedule, freeze_state
+from bebop_megatron.mcore.freeze_state import follow_schedule
 from bebop_megatron.mcore.logging import gather
 from bebop_megatron.schedule.phases import Phase
 
@@ -129,5 +129,4 @@ def follow_training(config: Any, options: FreezeConfig, objective: ObjectiveConf
 
     # NeMo has no hook between building a model and wrapping it
     config.configure_model = configure_model
-    assert freeze_state(config) is state
     return [MTPCallback(config)]

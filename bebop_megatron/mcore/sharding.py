@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from bebop_megatron.alignment import ContextShard
+from bebop_megatron.mcore.targets import document_bounds
 
 _SEQUENCE_DIM = {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1, "attention_mask": 2}
 _FLAT = ("tokens", "labels", "loss_mask", "position_ids")
@@ -74,9 +75,7 @@ def shard(batch: dict[str, Any], packed: PackedSeqParams | None, group: Any, lay
     if size == 1 or not present:
         return batch
     first = batch[present[0]]
-    bounds = None
-    if packed is not None:
-        bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    bounds = document_bounds(packed)[0]
     cut = ContextShard.of(first.shape[_SEQUENCE_DIM[present[0]]], bounds, size, group.rank(), layout, first.device)
     if bool((cut.bounds % (cut.pieces * size)).any()) or int(cut.bounds[-1]) != cut.length:
         what = "the sequence" if bounds is None or layout == "contiguous" else "every packed document"

@@ -51,10 +51,6 @@ def _with_head_work(
     return num_floating_point_operations
 
 
-def _wrap(seam: compat.Seam, wrapper: Callable[[Any], Any]) -> None:
-    _patcher.set(seam.owner(), seam.name, wrapper(getattr(seam.owner(), seam.name)))
-
-
 def install_training_loop(
     objective: ObjectiveConfig, metrics: MetricsConfig | None = None, keep_best: KeepBest | None = None
 ) -> None:
@@ -73,15 +69,15 @@ def install_training_loop(
     evaluate, evaluate_and_print, print_line = compat.VALIDATION_SEAMS
     checkpoint_due, save = compat.BEST_SEAMS
     loop = ValidationLoop(keep_best)
-    _wrap(step, _with_iteration)
-    _wrap(flops, lambda count: _with_head_work(objective, measured, count))
-    _wrap(evaluate, loop.evaluate)
-    _wrap(evaluate_and_print, loop.evaluate_and_print)
-    _wrap(print_line, with_negative_values)
-    _wrap(print_line, loop.print_line)
+    step.rebind(_patcher, _with_iteration)
+    flops.rebind(_patcher, lambda count: _with_head_work(objective, measured, count))
+    evaluate.rebind(_patcher, loop.evaluate)
+    evaluate_and_print.rebind(_patcher, loop.evaluate_and_print)
+    print_line.rebind(_patcher, with_negative_values)
+    print_line.rebind(_patcher, loop.print_line)
     if keep_best is not None:
         saver = getattr(save.owner(), save.name)
-        _wrap(checkpoint_due, lambda due: keep_best.checkpoint_due(due, saver))
+        checkpoint_due.rebind(_patcher, lambda due: keep_best.checkpoint_due(due, saver))
 
 
 def uninstall_training_loop() -> None:

@@ -1,4 +1,4 @@
-"""Which positions a context-parallel rank holds, and the all-gather that brings the others."""
+"""The all-gather that brings the rows of other context-parallel ranks, and their gradients back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from bebop_megatron.alignment import ContextShard
-
-
-def zigzag_positions(bounds: Tensor, size: int, rank: int) -> Tensor:
-    """Global positions that `rank` of `size` holds: of each document's 2*size chunks, its own and the mirrored one.
-
-    Shape: bounds [documents + 1] int, cumulative, each document a multiple of 2*size long -> [positions/size] int64.
-    """
-    return ContextShard(bounds.long(), int(bounds[-1]), size, rank).positions()
 
 
 class _AllGatherSequence(torch.autograd.Function):
@@ -36,5 +26,10 @@ class _AllGatherSequence(torch.autograd.Function):
 
 
 def all_gather_sequence(x: Tensor, group: Any) -> Tensor:
-    """Concatenate every rank's rows in rank order: x [s/cp, ...] -> [s, ...]."""
+    """Concatenate every rank's rows in rank order.
+
+    Shape: x [s/cp, ...] -> [s, ...].
+    Gradient: each rank's rows get the sum over all ranks.
+    Collectives: one all-gather over `group`, one all-reduce back.
+    """
     return _AllGatherSequence.apply(x, group)  # pyright: ignore[reportReturnType]

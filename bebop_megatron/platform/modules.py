@@ -16,7 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from bebop_megatron.alignment import ContextShard, layout_of
+from bebop_megatron.alignment import layout_of
+from bebop_megatron.mcore.targets import document_bounds, shard_of
 from bebop_megatron.platform.context_parallel import all_gather_sequence
 
 
@@ -133,10 +134,8 @@ class CpuDotProductAttention(MegatronModule):
             if attention_mask is not None and attention_mask.shape[-2:] == (q.shape[0], k.shape[0]):
                 return ~attention_mask.bool()
             return None
-        length, bounds = q.shape[0] * cp, None
-        if packed is not None:
-            bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        shard = ContextShard.of(length, bounds, cp, self.cp_group.rank(), layout_of(self.config), q.device)
+        shard = shard_of(packed, q.shape[0], self.cp_group, layout_of(self.config), q.device)
+        bounds = document_bounds(packed)[0]
         query_at = shard.positions()
         key_at = torch.cat([shard.positions(rank) for rank in range(cp)])
         seen = query_at[:, None] >= key_at

@@ -6,7 +6,9 @@ and no data. So a script for hundreds of GPUs can be checked, and its parameters
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -69,8 +71,6 @@ def stand_in(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _command_line(arguments: Sequence[str], world_size: int) -> Iterator[None]:
-    import os
-
     before, environment = sys.argv, {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
     sys.argv = ["rehearsal", *arguments]
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(world_size)}
@@ -96,8 +96,6 @@ def _only_known_flags(arguments: Sequence[str]) -> None:
     Raises:
         Unknown: with argparse's message.
     """
-    import argparse
-
     from megatron.training.arguments import add_megatron_arguments
 
     from bebop_megatron.mcore.arguments import add_mtp_arguments

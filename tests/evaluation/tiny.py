@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.mcore.feature_world import sections
+from tests.mcore.weights import sections
 
 VOCAB, POSITIONS = 32, 96
 

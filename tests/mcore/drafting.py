@@ -26,7 +26,7 @@ def build(mode: str, *, latent: bool = False, engine: bool = True, position: str
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from bebop_megatron.mcore.spec import mtp_block_spec
-    from tests.mcore.world import same_weights_everywhere
+    from tests.mcore.weights import same_weights_everywhere
 
     tp, cp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
     settings: dict[str, Any] = {

@@ -6,112 +6,17 @@ Weights are set by global parameter name and cut per layout, so each layout star
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.mcore.feature_cases import Case, make_config
 from tests.mcore.groups import join_groups
+from tests.mcore.weights import direction, global_name, same_weights_everywhere, whole
 from tests.worlds import run_worlds
 
 VOCAB, LENGTH, SEQUENCES = 64, 12, 4
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model under one layout.
-
-    `packed` puts two documents in each sequence; `frozen` takes the backbone out of training; `nudge` moves the first
-    MTP layer's weights along `direction`.
-    `mode` is train, eval, no-labels (the model sees no labels, as in RL) or last-masked (what no-labels must equal).
-    `kind` names an entry of MODELS; `stages` is Megatron's pipeline layout, or the hybrid pattern with `|`; `steps`
-    counts optimizer steps (0: gradients only); `saved_as` is the layout that writes the checkpoint it starts from.
-    """
-
-    kind: str = "dense"
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    vpp: int | None = None
-    micro_batch: int = 1
-    stages: str | None = None
-    overrides: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
-    loss: str | None = "tv"
-    joint: bool = False
-    saved_as: Case | None = None
-    mode: str = "train"
-    packed: bool = False
-    # --mtp-attention; None: Megatron's own layers
-    attention: str | None = None
-    frozen: bool = False
-    nudge: float = 0.0
-
-
-_BASE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 24,
-    "use_cpu_initialization": True,
-    "pipeline_dtype": torch.float32,
-    "mtp_num_layers": 2,
-    "mtp_use_repeated_layer": True,
-    "mtp_loss_scaling_factor": 0.3,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "qk_layernorm": True,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "bias_dropout_fusion": False,
-    "gradient_accumulation_fusion": False,
-}
-_EXPERTS: dict[str, Any] = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 12,
-    "moe_shared_expert_intermediate_size": 12,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "none",
-    "moe_grouped_gemm": False,
-}
-_LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_head_dim": 4,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 4,
-    "apply_rope_fusion": False,
-    "qk_layernorm": True,
-}
-_DELTA: dict[str, Any] = {
-    "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "attention_output_gate": True,
-    "layernorm_zero_centered_gamma": True,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tied": True},
-    "distinct": {"mtp_use_repeated_layer": False},
-    "moe": _EXPERTS,
-    # DeepSeek-V3: router bias instead of a balancing loss
-    "moe-mla": _EXPERTS | _LATENT | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
-    "mla": _LATENT,
-    "hybrid": _DELTA | {"pattern": "G-G-G-*-/*-/*-", "num_layers": 8},
-    "hybrid-moe": _DELTA | _EXPERTS | {"pattern": "GEGEGE*E/*E/*E", "num_layers": 8},
-}
 
 
 def global_batch() -> dict[str, torch.Tensor]:
@@ -130,129 +35,6 @@ def global_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def global_name(name: str, chunk: Any) -> str:
-    """The name a parameter has in a model that is not cut up."""
-    from megatron.core import parallel_state
-
-    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-        # a stage without the embedding holds it as its LM head
-        return "embedding.word_embeddings.weight"
-    parts = name.split(".")
-    if name.startswith("decoder.layers."):
-        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
-    if "local_experts" in parts:
-        at = parts.index("local_experts") + 1
-        local = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-        parts[at] = str(int(parts[at]) + local * parallel_state.get_expert_model_parallel_rank())
-    return ".".join(parts)
-
-
-def _is_sharded(parameter: Any) -> bool:
-    from megatron.core import parallel_state
-
-    # experts are not cut by tensor parallelism here: gloo has no uneven all-gather
-    return (
-        getattr(parameter, "tensor_model_parallel", False)
-        and getattr(parameter, "allreduce", True)
-        and parallel_state.get_tensor_model_parallel_world_size() > 1
-    )
-
-
-def sections(name: str, size: int, config: Any) -> list[int]:
-    """Blocks along the sharded dimension that are cut on their own: gate and up, or the inputs of a delta net."""
-    if "linear_fc1" in name:
-        return [size // 2] * 2
-    keys = (config.linear_key_head_dim or 0) * (config.linear_num_key_heads or 0)
-    values = (config.linear_value_head_dim or 0) * (config.linear_num_value_heads or 0)
-    if "conv1d" in name:
-        return [keys, keys, values]
-    if "self_attention.in_proj.weight" in name:
-        return [keys, keys, values, values, config.linear_num_value_heads, config.linear_num_value_heads]
-    return [size]
-
-
-def direction(name: str, shape: list[int] | torch.Size) -> torch.Tensor:
-    """A fixed random direction for a weight."""
-    generator = torch.Generator().manual_seed(int(hashlib.md5(f"{name} moves".encode()).hexdigest()[:8], 16))
-    return torch.randn(shape, generator=generator)
-
-
-def same_weights_everywhere(chunk: Any) -> None:
-    """Initialise by global parameter name and full shape, then cut."""
-    from megatron.core import parallel_state
-
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in chunk.named_parameters():
-        sharded, shape = _is_sharded(parameter), list(parameter.shape)
-        if sharded:
-            shape[parameter.partition_dim] *= tp
-        known = global_name(name, chunk)
-        generator = torch.Generator().manual_seed(int(hashlib.md5(known.encode()).hexdigest()[:8], 16))
-        value = torch.randn(shape, generator=generator)
-        if "norm" in name:
-            value = 0.1 * value + (0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0)
-        else:
-            value = 0.25 * value
-        if sharded:
-            at = parameter.partition_dim
-            blocks = value.split(sections(name, shape[at], chunk.config), at)
-            value = torch.cat([block.chunk(tp, at)[rank] for block in blocks], at)
-        parameter.data.copy_(value)
-
-
-def whole(name: str, value: torch.Tensor, parameter: Any, config: Any) -> torch.Tensor:
-    """Put the tensor-parallel shards of a gradient or weight together."""
-    from megatron.core import parallel_state
-
-    if not _is_sharded(parameter):
-        return value.clone()
-    tp, at = parallel_state.get_tensor_model_parallel_world_size(), parameter.partition_dim
-    shards = [torch.empty_like(value) for _ in range(tp)]
-    group = parallel_state.get_tensor_model_parallel_group()
-    torch.distributed.all_gather(shards, value.contiguous(), group=group)
-    sizes = [size // tp for size in sections(name, value.shape[at] * tp, config)]
-    blocks = zip(*(shard.split(sizes, at) for shard in shards), strict=True)
-    return torch.cat([block for section in blocks for block in section], at)
-
-
-def make_config(case: Case) -> tuple[Any, dict[str, Any]]:
-    """Megatron's config of a case, and what is not part of it: `tied`, `pattern`."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    settings = _BASE | MODELS[case.kind] | case.overrides
-    extra = {key: settings.pop(key, None) for key in ("tied", "pattern")}
-    if extra["pattern"] and case.stages:
-        extra["pattern"] = case.stages
-    elif case.stages:
-        settings["pipeline_model_parallel_layout"] = case.stages
-    if case.vpp:
-        # batched point-to-point calls give wrong losses here with a virtual pipeline
-        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-        if not case.stages:
-            settings["virtual_pipeline_model_parallel_size"] = case.vpp
-    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    config = kind(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=1,
-        **({"sequence_parallel": case.tp > 1} | settings),
-    )
-    return config, extra
-
-
-def _join_groups(case: Case, embedding_ranks: tuple[int, ...]) -> None:
-    join_groups(
-        case.tp,
-        case.pp,
-        embedding_ranks=lambda ranks: [ranks[stage] for stage in embedding_ranks],
-        virtual_pipeline_model_parallel_size=case.vpp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=1,
-    )
-
-
 def _objective(case: Case, config: Any) -> None:
     from bebop_megatron.config import ObjectiveConfig
     from bebop_megatron.mcore import attach
@@ -267,7 +49,11 @@ def build(case: Case) -> list[Any]:
     """The model chunks of this rank, with Transformer Engine's parameter names."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
@@ -281,7 +67,14 @@ def build(case: Case) -> list[Any]:
     if case.attention is not None:
         set_mtp_attention(config, case.attention)
     tied = bool(extra["tied"])
-    _join_groups(case, tuple(embedding_ranks(config, list(range(case.pp)), tied)))
+    join_groups(
+        case.tp,
+        case.pp,
+        embedding_ranks=lambda ranks: embedding_ranks(config, ranks, tied),
+        virtual_pipeline_model_parallel_size=case.vpp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=1,
+    )
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     chunks = []
@@ -301,12 +94,10 @@ def build(case: Case) -> list[Any]:
             chunk = HybridModel(hybrid_stack_spec=hybrid_stack_spec, hybrid_layer_pattern=extra["pattern"], **common)
         else:
             decoder = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-
             last = get_gpt_decoder_layer_specs(config, use_transformer_engine=True, normalization="RMSNorm")[-1]
             head = get_gpt_mtp_block_spec(config, last, use_transformer_engine=True, vp_stage=vp_stage)
             chunk = GPTModel(transformer_layer_spec=decoder, mtp_block_spec=head, **common)
-        same_weights_everywhere(chunk)
+        same_weights_everywhere(chunk, scale=0.25)
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(not case.frozen or name.startswith("mtp."))
             if case.nudge and name.startswith("mtp.layers.0."):
@@ -540,6 +331,11 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
+def _layout(case: Case) -> tuple[Any, ...]:
+    first = case.saved_as or case
+    return first.tp, first.pp, first.ep, first.vpp or 1, first.kind == "tied", first.stages or "", bool(case.saved_as)
+
+
 def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
     """Run each table of cases in its world of processes.
 
@@ -548,5 +344,7 @@ def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    found = run_worlds(run_case, worlds)
+    # neighbours of one layout share their process groups
+    ordered = {size: dict(sorted(cases.items(), key=lambda item: _layout(item[1]))) for size, cases in worlds.items()}
+    found = run_worlds(run_case, ordered)
     return {name: _merge(ranks) for cases in found.values() for name, ranks in cases.items()}

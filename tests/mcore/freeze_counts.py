@@ -46,19 +46,23 @@ def counting(training: Any, counts: Counter[str]) -> Iterator[None]:
 
     from bebop_megatron.mcore import loss_hook
 
-    _watch_modules(training.model, counts)
+    for chunk in training.chunks:
+        _watch_modules(chunk, counts)
     all_reduce, objective = torch.distributed.all_reduce, loss_hook.fused_linear_objective
     communicate = P2PCommunicator._communicate
-    buffers = {id(bucket.grad_data) for group in training.wrapped.bucket_groups for bucket in group.buckets}
+    groups = [group for wrapped in training.wrapped for group in wrapped.bucket_groups]
+    buffers = {id(bucket.grad_data) for group in groups for bucket in group.buckets}
 
     def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         counts["reduced"] += tensor.numel() if id(tensor) in buffers else 0
         return all_reduce(tensor, *args, **kwargs)
 
     def comparing(*args: Any, **kwargs: Any) -> Any:
-        tied, model = training.case.tied, training.model
+        # the loss is on the last chunk
+        tied, model = training.case.tied, training.chunks[-1]
         weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-        counts["weight on its way"] += training.wrapped.param_to_bucket_group[weight].param_gather_handle is not None
+        group = training.wrapped[-1].param_to_bucket_group[weight]
+        counts["weight on its way"] += group.param_gather_handle is not None
         return objective(*args, **kwargs)
 
     def sending(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,8 @@ import torch
 
 from tests.mcore.freeze_counts import counting
 from tests.mcore.groups import join_groups
-from tests.mcore.world import LENGTH, VOCAB, _forward_step, same_weights_everywhere
+from tests.mcore.weights import same_weights_everywhere
+from tests.mcore.world import LENGTH, VOCAB, forward_step
 from tests.worlds import run_worlds
 
 DEPTHS = 2
@@ -25,6 +26,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    vpp: int | None = None
     schedule: str | None = SCHEDULE
     iterations: int = 15
     only: tuple[int, ...] | None = None
@@ -52,7 +54,8 @@ def batch(iteration: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _model(case: Case) -> Any:
+def _chunks(case: Case) -> list[Any]:
+    """The model chunks of this rank: one, or one for each of its interleaved stages."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -104,29 +107,39 @@ def _model(case: Case) -> Any:
             "moe_token_dispatcher_type": "alltoall",
             "expert_model_parallel_size": case.ep,
         }
+    if case.vpp:
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     config = TransformerConfig(**(settings | case.overrides))
 
     def embedding_ranks(ranks: list[int], *_: Any) -> list[int]:
         return sorted({ranks[0], ranks[-1], *(get_mtp_ranks(ranks, config) if len(ranks) > 1 else ())})
 
-    join_groups(case.tp, case.pp, embedding_ranks=embedding_ranks, expert_model_parallel_size=case.ep)
+    sizes = {"expert_model_parallel_size": case.ep, "virtual_pipeline_model_parallel_size": case.vpp}
+    join_groups(case.tp, case.pp, embedding_ranks=embedding_ranks, **sizes)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
     attach(config, ObjectiveConfig(loss=case.loss, joint=case.joint))
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=case.experts)
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=case.tied,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True),
-    )
-    same_weights_everywhere(model)
-    return model
+    chunks = []
+    for stage in range(case.vpp or 1):
+        place = {"ignore_virtual": False, "vp_stage": stage if case.vpp else None}
+        chunk = GPTModel(
+            config,
+            spec,
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=case.tied,
+            mtp_block_spec=get_gpt_mtp_block_spec(
+                config, spec, use_transformer_engine=True, vp_stage=place["vp_stage"]
+            ),
+            vp_stage=place["vp_stage"],
+        )
+        same_weights_everywhere(chunk)
+        chunks.append(chunk)
+    return chunks
 
 
 class Training:
@@ -152,14 +165,13 @@ class Training:
         self.case = case
         options = FreezeConfig(schedule=case.schedule, **case.options)
         uninstall_freezing()
-        self.model = _model(case)
-        config = self.model.config
+        self.chunks = _chunks(case)
+        config = self.chunks[0].config
         if case.schedule:
             install_freezing(options)
             state = follow_schedule(config, FreezeSchedule.parse(case.schedule))
-            prepare_chunks([self.model], state)
+            prepare_chunks(self.chunks, state)
         config.finalize_model_grads_func = finalize_model_grads
-        inner = Float16Module(config, self.model.bfloat16()) if case.bf16 else self.model
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed,
             overlap_grad_reduce=case.overlap,
@@ -167,9 +179,14 @@ class Training:
             bucket_size=2000 if case.overlap else None,
             grad_reduce_in_fp32=True,
         )
-        self.wrapped = DistributedDataParallel(config, ddp, inner)
+        inner = [Float16Module(config, chunk.bfloat16()) if case.bf16 else chunk for chunk in self.chunks]
+        self.wrapped = [
+            DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(inner)
+        ]
         if case.overlap:
-            config.no_sync_func = self.wrapped.no_sync
+            # Megatron takes a function for one chunk, a list for several
+            config.no_sync_func = [w.no_sync for w in self.wrapped] if case.vpp else self.wrapped[0].no_sync
         optimizer = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
@@ -180,11 +197,12 @@ class Training:
             params_dtype=config.params_dtype,
         )
         overrides = part_overrides(optimizer, None, options) if case.schedule else None
-        self.optimizer = get_megatron_optimizer(optimizer, [self.wrapped], config_overrides=overrides)
+        self.optimizer = get_megatron_optimizer(optimizer, self.wrapped, config_overrides=overrides)
         self.hooks_off = case.overlap and case.distributed
         if self.hooks_off:
-            self.wrapped.disable_forward_pre_hook(param_sync=False)
-        self.controller = FreezeController([self.wrapped], self.optimizer, options) if case.schedule else None
+            for wrapped in self.wrapped:
+                wrapped.disable_forward_pre_hook(param_sync=False)
+        self.controller = FreezeController(self.wrapped, self.optimizer, options) if case.schedule else None
         self.rank = parallel_state.get_data_parallel_rank()
         self.replicas = parallel_state.get_data_parallel_world_size()
 
@@ -194,14 +212,16 @@ class Training:
 
         if self.controller is not None:
             self.controller.before_step(iteration)
-        self.wrapped.zero_grad_buffer()
+        for wrapped in self.wrapped:
+            wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         share = 4 // self.replicas
         mine = {k: v[self.rank * share : (self.rank + 1) * share] for k, v in batch(iteration).items()}
+        data = [{k: v[i : i + 1] for k, v in mine.items()} for i in range(share)]
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iter([{k: v[i : i + 1] for k, v in mine.items()} for i in range(share)]),
-            model=[self.wrapped],
+            forward_step_func=forward_step,
+            data_iterator=[iter(data) for _ in self.wrapped],
+            model=self.wrapped,
             num_microbatches=share,
             seq_length=LENGTH,
             micro_batch_size=1,
@@ -209,24 +229,28 @@ class Training:
         )
         assert self.optimizer.step()[0]
         if self.hooks_off:
-            self.wrapped.enable_forward_pre_hook()
+            for wrapped in self.wrapped:
+                wrapped.enable_forward_pre_hook()
             self.hooks_off = False
         return losses
 
     def settle(self) -> None:
         """Gather what an overlapped optimizer step still owes, as Megatron does before it evaluates or saves."""
         if self.case.overlap and self.case.distributed and not self.hooks_off:
-            self.wrapped.disable_forward_pre_hook()
-            self.wrapped.enable_forward_pre_hook()
+            for wrapped in self.wrapped:
+                wrapped.disable_forward_pre_hook()
+                wrapped.enable_forward_pre_hook()
 
     def bits(self) -> dict[str, torch.Tensor]:
         """Everything that training could move, by name; names start with the part."""
         from bebop_megatron.schedule.freezing import part_of
 
         found = {}
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            if not name.endswith(("local_tokens_per_expert", "inv_freq")):
-                found[f"{part_of(name)} model {name}"] = tensor.detach().clone()
+        for index, chunk in enumerate(self.chunks):
+            at = f"{index}." if self.case.vpp else ""
+            for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+                if not name.endswith(("local_tokens_per_expert", "inv_freq")):
+                    found[f"{part_of(name)} model {at}{name}"] = tensor.detach().clone()
         for i, member in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
             for j, group in enumerate(member.optimizer.param_groups):
                 part = group.get("bebop_part", "all")
@@ -259,6 +283,7 @@ def _train_in_phases(training: Training, counts: Counter[str]) -> dict[str, Any]
     case = training.case
     losses: list[str] = []
     lm_losses: list[float] = []
+    mtp_losses: list[float | None] = []
     changed_while_frozen, still_while_active, by_phase = set(), set(), {}
     entry: dict[str, torch.Tensor] = {}
     for iteration in range(case.iterations):
@@ -268,9 +293,12 @@ def _train_in_phases(training: Training, counts: Counter[str]) -> dict[str, Any]
         if iteration == phase.start:
             entry = training.bits()
         counts.clear()
+        attachment = attached(training.chunks[0].config)
+        attachment.loss_sums = None
         lm_losses.append(float(sum(micro["lm"][0] for micro in training.step(iteration))))
-        attachment = attached(training.model.config)
         losses.append(attachment.objective.loss)
+        sums = attachment.loss_sums
+        mtp_losses.append(None if sums is None else float(sums[0] / sums[1]))
         by_phase.setdefault(phase.name, Counter()).update(counts)
         now = training.bits()
         assert now.keys() == entry.keys()
@@ -285,9 +313,10 @@ def _train_in_phases(training: Training, counts: Counter[str]) -> dict[str, Any]
         "changed while frozen": sorted(changed_while_frozen),
         "still while active": sorted(still_while_active),
         "counts": {name: dict(c) for name, c in by_phase.items()},
-        "numel": {part: sum(p.numel() for p in parameters_of([training.model], part)) for part in ("backbone", "mtp")},
+        "numel": {part: sum(p.numel() for p in parameters_of(training.chunks, part)) for part in ("backbone", "mtp")},
         "losses": losses,
         "lm losses": lm_losses,
+        "mtp losses": mtp_losses,
         "bits": training.bits(),
     }
 

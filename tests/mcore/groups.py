@@ -11,7 +11,8 @@ _joined: dict[str, Any] = {}
 def join_groups(tp: int = 1, pp: int = 1, *, embedding_ranks: Any = None, **sizes: Any) -> None:
     """Groups of a layout, as `initialize_model_parallel` takes it; `embedding_ranks` is its `get_embedding_ranks`.
 
-    Each gloo group holds threads, so the last layout's groups are given back: a world would end with thousands.
+    The last layout's groups are kept if they fit again. Each gloo group holds threads, so groups of another layout are
+    given back first: a world would end with thousands.
 
     Collectives: a barrier, so that no rank leaves a group that another still uses.
     """
@@ -20,7 +21,10 @@ def join_groups(tp: int = 1, pp: int = 1, *, embedding_ranks: Any = None, **size
     from torch.distributed import distributed_c10d
 
     wanted = {"tp": tp, "pp": pp, **sizes}
-    if embedding_ranks is None and _joined == wanted:
+    if embedding_ranks is not None:
+        wanted["embedding stages"] = embedding_ranks(list(range(pp)))
+        sizes["get_embedding_ranks"] = embedding_ranks
+    if _joined == wanted:
         return
     _joined.clear()
     torch.distributed.barrier()
@@ -28,8 +32,5 @@ def join_groups(tp: int = 1, pp: int = 1, *, embedding_ranks: Any = None, **size
     gc.collect()
     for group in [g for g in distributed_c10d._world.pg_map if g is not torch.distributed.group.WORLD]:
         torch.distributed.destroy_process_group(group)
-    if embedding_ranks is None:
-        _joined.update(wanted)
-    else:
-        sizes["get_embedding_ranks"] = embedding_ranks
     parallel_state.initialize_model_parallel(tp, pp, **sizes)
+    _joined.update(wanted)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.mcore.feature_world import MODELS, Case, run
+from tests.mcore.feature_cases import MODELS, Case
+from tests.mcore.feature_world import run
 
 pytestmark = pytest.mark.dist
 
@@ -88,6 +89,7 @@ RESHARDED = {
     ),
     "pp2-to-tp2-adam": Case(tp=2, steps=2, saved_as=Case(pp=2)),
     "vpp-to-separate-stage": Case(pp=4, stages="Ett|tt|mm|L", saved_as=Case(pp=2, vpp=2)),
+    "tp2-pp2-to-pp2-tied-adam": Case(kind="tied", pp=2, steps=2, saved_as=Case(kind="tied", tp=2, pp=2)),
     "separate-stage-to-tp2-tied": Case(kind="tied", tp=2, saved_as=Case(kind="tied", pp=4, stages="Ett|tt|mm|L")),
     "pp2-to-tp2-distinct": Case(kind="distinct", tp=2, saved_as=Case(kind="distinct", pp=2)),
     "tp2-ep2-to-ep4-moe-distributed-optimizer": Case(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.mcore.feature_world import Case, direction, run
+from tests.mcore.feature_cases import Case
+from tests.mcore.feature_world import run
+from tests.mcore.weights import direction
 
 pytestmark = pytest.mark.dist
 

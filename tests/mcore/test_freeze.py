@@ -32,6 +32,9 @@ TWO = {
     "ep2-distributed-overlap": Case(ep=2, experts=4, distributed=True, overlap=True),
     "pp2-tied-overlap": Case(pp=2, tied=True, overlap=True),
     "tp2-sp": Case(tp=2),
+    # two stages on each rank
+    "pp2-vpp2": Case(pp=2, vpp=2, stages="E|t|t|mmL", iterations=5),
+    "pp2-vpp2-overlap": Case(pp=2, vpp=2, stages="E|t|t|mmL", iterations=5, overlap=True),
 }
 THREE = {"separate-mtp-stage": Case(pp=3, stages="Ett|mm|L", iterations=10)}
 WORLDS = {1: ONE, 2: TWO, 3: THREE}
@@ -104,6 +107,16 @@ def test_language_model_loss_is_the_same_under_a_frozen_backbone(found):
     assert found[2]["tp2-sp"][0]["lm losses"][0] == pytest.approx(expected, rel=1e-6)
     assert found[3]["separate-mtp-stage"][2]["lm losses"][0] == pytest.approx(expected, rel=1e-6)
     assert sum(rank["lm losses"][0] for rank in found[2]["dp2"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pp2-vpp2", "pp2-vpp2-overlap"])
+def test_interleaved_stages_have_the_losses_of_one_process_in_every_phase(found, name):
+    (one,), (_, last) = found[1]["adam"], found[2][name]
+    assert last["lm losses"] == pytest.approx(one["lm losses"][:CYCLE], rel=1e-5)
+    # none while the head is frozen
+    assert [loss is None for loss in last["mtp losses"]] == [False, False, True, True, False]
+    trained = [[loss for loss in side["mtp losses"][:CYCLE] if loss is not None] for side in (last, one)]
+    assert trained[0] == pytest.approx(trained[1], rel=1e-5)
 
 
 def test_stages_below_the_head_exchange_no_gradients_under_a_frozen_backbone(found):

@@ -259,7 +259,7 @@ def hybrid_model(monkeypatch, mode, pattern, **overrides):
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from bebop_megatron.platform.modules import CpuNorm
-    from tests.mcore.world import same_weights_everywhere
+    from tests.mcore.weights import same_weights_everywhere
 
     # the final norm of a stack is not part of its spec
     monkeypatch.setattr(hybrid_block, "TENorm", CpuNorm)
@@ -326,7 +326,7 @@ def test_gated_delta_net_decoder_gets_the_gated_attention_layer_as_its_mtp_layer
 
     from bebop_megatron.mcore.presets import preset
     from bebop_megatron.mcore.spec import per_depth, qwen3_5
-    from tests.mcore.world import same_weights_everywhere
+    from tests.mcore.weights import same_weights_everywhere
 
     # deterministic mode takes the torch path, which asks for the kernels' package all the same
     monkeypatch.setattr(common, "HAVE_FLA", True)

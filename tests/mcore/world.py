@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from bebop_megatron.patching import Patcher
 from tests.mcore import batch
 from tests.mcore.groups import join_groups
+from tests.mcore.weights import same_weights_everywhere, whole
 from tests.worlds import run_worlds
 
 DEPTHS = 3
@@ -57,32 +57,6 @@ def micro_batches(layout: Layout, rank: int) -> list[Any]:
     per_rank, size = len(data["tokens"]) // layout.dp, layout.micro_batch
     starts = range(rank * per_rank, (rank + 1) * per_rank, size)
     return [{k: v[start : start + size] for k, v in data.items()} for start in starts]
-
-
-def same_weights_everywhere(model: torch.nn.Module) -> None:
-    """Initialise by global parameter name and full shape, then cut, so that every layout starts equal."""
-    from megatron.core import parallel_state
-
-    tp, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if name.startswith("decoder.layers."):
-            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number)
-        sharded = getattr(parameter, "tensor_model_parallel", False) and tp > 1
-        shape = list(parameter.shape)
-        if sharded:
-            shape[parameter.partition_dim] *= tp
-        seed = int(hashlib.md5(".".join(parts).encode()).hexdigest()[:8], 16)
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        value = 1 + 0.1 * value if "norm" in name else 0.15 * value
-        if sharded:
-            # gated MLPs keep gate and up projection of one rank together
-            halves = value.chunk(2, 0) if "linear_fc1" in name else [value]
-            value = torch.cat([half.chunk(tp, parameter.partition_dim)[rank] for half in halves])
-        parameter.data.copy_(value)
 
 
 def build(layout: Layout) -> Any:
@@ -147,7 +121,8 @@ def build(layout: Layout) -> Any:
     return model
 
 
-def _forward_step(data_iterator: Any, model: Any) -> Any:
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    """Megatron's forward step over batches of whole sequences, packed or not, which this rank cuts."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
@@ -247,7 +222,7 @@ def step(case: tuple[Layout, Any], unused: Path) -> dict[str, Any]:
         batches = [shard(item, None, cp_group, layout.cp_layout) for item in batches]
     with recorded_collectives(point_to_point=layout.pp == 1) as collectives:
         get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[wrapped],
             num_microbatches=len(batches),
@@ -255,19 +230,10 @@ def step(case: tuple[Layout, Any], unused: Path) -> dict[str, Any]:
             micro_batch_size=layout.micro_batch,
             forward_only=layout.evaluate,
         )
-    grads, group = {}, parallel_state.get_tensor_model_parallel_group()
+    grads = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.main_grad.clone()
-        if layout.fp16:
-            grad /= float(scaler.scale)
-        if getattr(parameter, "tensor_model_parallel", False) and layout.tp > 1:
-            shards = [torch.empty_like(grad) for _ in range(layout.tp)]
-            torch.distributed.all_gather(shards, grad, group=group)
-            if "linear_fc1" in name:
-                grad = torch.cat([torch.cat([s.chunk(2)[h] for s in shards]) for h in (0, 1)])
-            else:
-                grad = torch.cat(shards, parameter.partition_dim)
-        grads[name] = grad
+        grad = parameter.main_grad / float(scaler.scale) if layout.fp16 else parameter.main_grad
+        grads[name] = whole(name, grad, parameter, config)
     out: dict[str, Any] = {"grads": grads, "loss": None, "collectives": collectives}
     attachment = attached(config) if objective is not None else None
     if attachment is not None and attachment.loss_sums is not None:
@@ -296,7 +262,7 @@ def _validation(layout: Layout, config: Any, wrapped: Any) -> dict[str, Any]:
     wrapped.eval()
     with torch.no_grad(), recorded_batches() as seen, measuring(config) as sums:
         get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[wrapped],
             num_microbatches=len(batches),
