@@ -82,18 +82,22 @@ class Sizes:
 
     @property
     def layers(self) -> int:
+        """Decoder layers."""
         return len(self.linear)
 
     @property
     def gated(self) -> bool:
+        """Whether attention has an output gate, and norms are stored as deltas from 1."""
         return self.family.gated
 
     @property
     def keys(self) -> int:
+        """Rows of a gated delta net's keys, all heads together."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
+        """Rows of its values."""
         return self.value_heads * self.value_dim
 
     @property
