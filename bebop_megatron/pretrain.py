@@ -77,17 +77,30 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _saves_to(folder: str, args: Any) -> bool:
+    """Whether this run's own checkpoints will be in `folder`: none there yet is how it begins."""
+    if args.non_persistent_ckpt_type is not None:
+        return True
+    return args.save is not None and Path(args.save).resolve() == Path(folder).resolve()
+
+
 def _check_folders(args: Any) -> Any:
     """See that what will be loaded is whole, and that nobody else writes where we save; returns the lock.
 
     Raises:
-        ValueError: a damaged checkpoint, a folder that cannot be written, another run that saves there.
+        ValueError: no checkpoint where one is named, a damaged one, a folder that cannot be written, another run that
+            saves there.
     """
     if not _is_first():
         return None
     start = _starting_checkpoint(args)
     if start is None and args.pretrained_checkpoint:
         raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} is no Megatron checkpoint")
+    if start is None and args.load and not _saves_to(args.load, args):
+        raise ValueError(
+            f"--load {args.load} holds no Megatron checkpoint, and training would start from random weights. Name one, "
+            "or drop --load; a run that is to go on from its own checkpoints has one folder for --load and --save"
+        )
     if start is not None and args.ckpt_step is None:
         require_whole(start)
     if not args.save:

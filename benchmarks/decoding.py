@@ -274,7 +274,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
     if args.data:
-        data = json.loads(args.data.read_text())
+        try:
+            data = json.loads(args.data.read_text())
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"error: --data {args.data} cannot be read: {error}") from error
     else:
         from bebop_megatron.evaluation.results import environment, write_json
 

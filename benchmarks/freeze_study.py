@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.evaluation.results import environment, load_rows
+from bebop_megatron.outputs import check_writable
 
 HERE = Path(__file__).parent
 
@@ -179,7 +180,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--publish", action="store_true", help="write data and figure to benchmarks/")
     args = parser.parse_args()
-    (args.output / "data").mkdir(parents=True, exist_ok=True)
+    try:
+        check_writable(args.output / "data", "--output", is_folder=True)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     build_data(args.output / "data")
     rows = study(args)
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "publish")}

@@ -80,4 +80,4 @@ done
 stage "report"
 inputs=()
 for loss in $LOSSES; do inputs+=("$OUT/eval-$loss.json"); done
-python -m bebop_megatron.evaluation.report --input "${inputs[@]}" --output "$OUT"
+python -m bebop_megatron.evaluation merge --input "${inputs[@]}" --output "$OUT"

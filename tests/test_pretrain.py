@@ -24,6 +24,7 @@ BAD = {
     "the freeze schedule is empty": ["--mtp-loss", "tv", "--mtp-freeze-schedule", ""],
     "world size (1) is not divisible": ["--tensor-model-parallel-size", "2"],
     "--pretrained-checkpoint /nowhere is no Megatron checkpoint": ["--pretrained-checkpoint", "/nowhere"],
+    "--load /nowhere holds no Megatron checkpoint": ["--load", "/nowhere"],
     "--save /proc/x cannot be written": ["--save", "/proc/x", "--save-interval", "1"],
     "drop one": ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--mtp-joint"],
 }
@@ -71,6 +72,12 @@ def runs(base, tmp_path_factory):
     shutil.copytree(root / "iter_0000003", folder / "stopped" / "iter_0000003")
     (folder / "stopped" / "latest_checkpointed_iteration.txt").write_text("3")
     flags = {"resumed": ["--mtp-loss", "tv", "--train-iters", "6", "--load", str(folder / "stopped")]}
+    # what must not be resumed
+    shutil.copytree(folder / "stopped", folder / "overwritten")
+    with next((folder / "overwritten").rglob("*.distcp")).open("r+b") as file:
+        file.write(b"x" * 8)
+    flags["longer"] = ["--train-iters", "7", "--load", str(folder / "stopped")]
+    flags["overwritten"] = ["--train-iters", "6", "--load", str(folder / "overwritten")]
     for name, extra in FROZEN.items():
         saved = str(folder / name)
         (folder / name).mkdir()
@@ -138,9 +145,16 @@ def test_without_our_flags_it_is_megatron(runs):
     assert run([("stock", Layout(), None)])["stock"]["grads"]
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_bad_flags_end_with_one_clear_line(runs, message):
-    run = runs[0][message]
+# what the error says -> the run
+LATE = {
+    "begins with other bytes than were written": "overwritten",
+    "--train-iters: 24 there, 28 here": "longer",
+}
+
+
+@pytest.mark.parametrize(("message", "name"), [*((message, message) for message in BAD), *LATE.items()])
+def test_what_cannot_be_ends_with_one_clear_line(runs, message, name):
+    run = runs[0][name]
     assert run.returncode != 0
     lines = [line for line in run.output.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, run.output[-2000:]

@@ -10,7 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What the sizes do not say. `mtp_count` is the config's key for the number of physical MTP layers."""
+    """What the sizes do not say.
+
+    `preset` is a key of `mcore.presets.PRESETS`, `mtp_count` the config's key for the number of physical MTP layers.
+    `moe`: some layers have experts, in one tensor for all of them where `fused_experts`; `gated`: attention has an
+    output gate and norms are deltas from 1; `linear`: which names its gated delta nets have, if it has any.
+    """
 
     name: str
     preset: str
@@ -25,10 +30,25 @@ class Family:
 FAMILIES = (
     Family("qwen3", "qwen3", ("qwen3",), "mtp_num_hidden_layers"),
     Family("qwen3-moe", "qwen3", ("qwen3_moe",), "mtp_num_hidden_layers", moe=True),
-    Family("qwen3-next", "qwen3-next", ("qwen3_next",), "num_nextn_predict_layers", True, True, "next"),
-    Family("qwen3.5", "qwen3.5", ("qwen3_5_text", "qwen3_5"), "mtp_num_hidden_layers", False, True, "3.5"),
     Family(
-        "qwen3.5-moe", "qwen3.5", ("qwen3_5_moe_text", "qwen3_5_moe"), "mtp_num_hidden_layers", True, True, "3.5", True
+        "qwen3-next",
+        "qwen3-next",
+        ("qwen3_next",),
+        "num_nextn_predict_layers",
+        moe=True,
+        gated=True,
+        linear="next",
+    ),
+    Family("qwen3.5", "qwen3.5", ("qwen3_5_text", "qwen3_5"), "mtp_num_hidden_layers", gated=True, linear="3.5"),
+    Family(
+        "qwen3.5-moe",
+        "qwen3.5",
+        ("qwen3_5_moe_text", "qwen3_5_moe"),
+        "mtp_num_hidden_layers",
+        moe=True,
+        gated=True,
+        linear="3.5",
+        fused_experts=True,
     ),
 )
 MTP_COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -62,18 +82,22 @@ class Sizes:
 
     @property
     def layers(self) -> int:
+        """Decoder layers."""
         return len(self.linear)
 
     @property
     def gated(self) -> bool:
+        """Whether attention has an output gate, and norms are stored as deltas from 1."""
         return self.family.gated
 
     @property
     def keys(self) -> int:
+        """Rows of a gated delta net's keys, all heads together."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
+        """Rows of its values."""
         return self.value_heads * self.value_dim
 
     @property

@@ -25,7 +25,8 @@ def initial_head(
     Each tensor is drawn from its own name, so the result depends on nothing but the seed.
     """
     inner, source = "mtp.layers.0.transformer_layer.", f"decoder.layers.{sizes.attention_layer}."
-    one = 0.0 if sizes.family.preset != "qwen3" else 1.0
+    # of a norm that is stored as its delta from 1
+    one = 0.0 if sizes.gated else 1.0
     for row in mtp_rows(sizes, 1, Style()):
         for place, shape in zip(row.megatron, row.megatron_shapes(), strict=True):
             name = place.name

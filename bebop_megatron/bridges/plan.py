@@ -35,10 +35,6 @@ class Row:
     sizes: Sizes
 
     @property
-    def is_mtp(self) -> bool:
-        return self.megatron[0].name.startswith("mtp.")
-
-    @property
     def is_vocabulary(self) -> bool:
         """Megatron may have padded its rows."""
         return self.megatron[0].name in (names.EMBEDDING.megatron[0], names.LM_HEAD.megatron[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bebop_megatron.bridges.arguments import config_of_arguments
+from bebop_megatron.bridges.checkpoint_keys import CheckpointKeys
 from bebop_megatron.bridges.families import hybrid_pattern
 from bebop_megatron.bridges.initial_head import initial_head
 from bebop_megatron.bridges.plan import Place, Style, backbone_rows, extra_states
@@ -15,7 +15,7 @@ from bebop_megatron.convert.exporting import MegatronModel
 from bebop_megatron.convert.findings import in_checkpoint
 from bebop_megatron.convert.importing import write_rows
 from bebop_megatron.mcore.checkpoint_arguments import common_state
-from bebop_megatron.mcore.torch_dist import TorchDistReader, TorchDistWriter
+from bebop_megatron.mcore.torch_dist import TorchDistWriter
 
 
 def attach_head(
@@ -30,12 +30,16 @@ def attach_head(
     """Copy the newest checkpoint below `load`, without its optimizer, and give it one MTP layer.
 
     Raises:
-        ValueError: it has a head, is none of the families, or lacks tensors; the output exists.
+        ValueError: it has a head, was written by Megatron Bridge, is none of the families, or lacks tensors; the
+            output exists.
     """
-    args = TorchDistReader(load).common().get("args")
+    model = MegatronModel(load)
+    args = model.reader.common().get("args")
     if args is None:
-        raise ValueError(f"{load} does not hold the arguments it was trained with, so its model's shape is unknown")
-    model = MegatronModel(load, config_of_arguments(args))
+        raise ValueError(
+            f"{load} has the config of Megatron Bridge, from which no run's arguments can be made: export it, and "
+            "import the folder with --init-mtp"
+        )
     if model.mtp_layers:
         raise ValueError(f"{load} has {model.mtp_layers} MTP layer(s) already")
     sizes, pattern = model.sizes, model.keys.pattern
@@ -44,8 +48,6 @@ def attach_head(
     if pattern:
         args.hybrid_layer_pattern = pattern.split("/")[0] + hybrid_pattern(sizes, depth)[2 * sizes.layers :]
     args.mtp_num_layers, args.mtp_use_repeated_layer, args.iteration = depth, True, 0
-    from bebop_megatron.bridges.checkpoint_keys import CheckpointKeys
-
     keys = CheckpointKeys(model.keys.stacked, sizes.layers, getattr(args, "hybrid_layer_pattern", None) or "")
 
     def copies() -> Iterator[tuple[Place, Tensor]]:

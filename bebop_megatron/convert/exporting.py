@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bebop_megatron.bridges.arguments import differences
+from bebop_megatron.bridges.arguments import config_of_arguments, differences
 from bebop_megatron.bridges.checkpoint_keys import CheckpointKeys
 from bebop_megatron.bridges.families import read_config, sizes_of, text_config, with_mtp_layers
 from bebop_megatron.bridges.huggingface import INDEX, SINGLE, FolderReader, FolderWriter, Planned, into_shards
@@ -24,21 +25,23 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class MegatronModel:
-    """A checkpoint read by GPTModel's names; `config` is the Hugging Face config of the same model.
+    """A checkpoint read by GPTModel's names.
+
+    `config` is the Hugging Face config of the same model; without one the checkpoint's own arguments say its sizes.
 
     Raises:
         ValueError: no whole checkpoint, its arguments describe another model, or an MTP head is promised and missing.
     """
 
-    def __init__(self, root: str | Path, config: dict[str, Any]) -> None:
+    def __init__(self, root: str | Path, config: dict[str, Any] | None = None) -> None:
         self.root, self.reader = root, TorchDistReader(root)
-        self.sizes = sizes_of(config)
         args = saved_arguments(self.reader)
         if args is None:
             raise ValueError(f"{root} does not hold the arguments it was trained with, so its model's shape is unknown")
-        wrong = differences(config, args)
+        wrong = [] if config is None else differences(config, args)
         if wrong:
             raise ValueError(f"{root} is another model than config.json describes:\n  " + "\n  ".join(wrong))
+        self.sizes = sizes_of(config_of_arguments(args) if config is None else config)
         pattern = getattr(args, "hybrid_layer_pattern", None) or ""
         self.keys = CheckpointKeys.of(self.reader.tensors, self.sizes.layers, pattern)
         self.mtp_layers = self.keys.mtp_layers(self.reader.tensors)
@@ -135,7 +138,7 @@ def export_checkpoint(
     sizes, layers = model.sizes, model.mtp_layers
     style = Style.of(reference.tensors if reference else (), sizes, layers)
     if layers > 1:
-        style = Style(style.fused_experts, style.fused_mtp_experts, model.own_outer(), style.tied_head_too)
+        style = replace(style, own_outer=model.own_outer())
         note(
             f"warning: {load} holds {layers} distinct MTP layers. Engines may apply only the first at every draft "
             "step; train with --mtp-use-repeated-layer for them"

@@ -59,6 +59,7 @@ class Text:
         return self.text
 
     def strings(self) -> list[str]:
+        """All of its text, to count or to train a tokenizer on; as for the other kinds."""
         return [self.text]
 
 

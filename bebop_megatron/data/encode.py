@@ -18,6 +18,7 @@ import numpy as np
 
 from bebop_megatron.data.documents import Chat, Document, Text
 from bebop_megatron.data.segments import Segment, Segmenter
+from bebop_megatron.data.tokenizer import beginning_of_sequence
 
 # enough to keep the tokenizer's threads busy, little enough to hold in memory
 _BATCH_DOCUMENTS = 256
@@ -40,7 +41,7 @@ def encode(documents: Iterable[Document], tokenizer: Any) -> Iterator[Encoded]:
         ValueError: a chat that cannot be rendered; a prompt with a tokenizer that cannot tokenise it apart.
     """
     segmenter = Segmenter(tokenizer)
-    start = _start(tokenizer)
+    start = beginning_of_sequence(tokenizer)
     checked = False
     for batch in batched(documents, _BATCH_DOCUMENTS):
         cut = [segmenter(document) for document in batch]
@@ -93,11 +94,6 @@ def _concatenate(pieces: list[tuple[list[int], bool]]) -> tuple[np.ndarray, np.n
     tokens = np.concatenate([np.array(ids, dtype=np.int64) for ids, _ in pieces])
     mask = np.concatenate([np.full(len(ids), is_target, dtype=np.uint8) for ids, is_target in pieces])
     return tokens, mask
-
-
-def _start(tokenizer: Any) -> list[int]:
-    """The beginning of sequence, if this tokenizer puts one in front of a text by itself."""
-    return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
 
 
 def _check_joins(tokenizer: Any) -> None:

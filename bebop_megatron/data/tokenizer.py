@@ -121,6 +121,8 @@ def save_tokenizer(tokenizer: Any, folder: str) -> None:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=target) as partial:
+        # the largest file once by ourselves: of a full disk the library raises a bare Exception
+        Path(partial, _FILES[-1]).write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
         tokenizer.save_pretrained(partial)
         for name in reversed(_FILES):
             (target / name).unlink(missing_ok=True)
@@ -148,6 +150,11 @@ def load_tokenizer(path: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--tokenizer {path} has no eos_token, which ends every document; set one in its config")
     return tokenizer
+
+
+def beginning_of_sequence(tokenizer: Any) -> list[int]:
+    """What this tokenizer puts in front of a text by itself: the beginning of sequence, or nothing."""
+    return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

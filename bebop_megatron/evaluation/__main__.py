@@ -4,6 +4,7 @@
     --report DIR              sweeps, figures and a page; several --load are compared
     generate ...              samples completions to JSONL
     entropy ...               acceptance against entropy, also over time
+    merge ...                 several --output files as one table, figure and page
 
 One process, or several under torchrun that share the model by tensor parallelism.
 """
@@ -15,13 +16,14 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from bebop_megatron.evaluation.console import is_first
 from bebop_megatron.evaluation.options import add_amount, add_decoding, add_source
-from bebop_megatron.evaluation.subject import is_first
 from bebop_megatron.outputs import check_writable, reason
 
 COMMANDS = {
     "generate": "bebop_megatron.evaluation.generate",
     "entropy": "bebop_megatron.evaluation.entropy_report",
+    "merge": "bebop_megatron.evaluation.report",
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from bebop_megatron.evaluation.outcome import Continuation
 from bebop_megatron.evaluation.prompts import Prompt
+from bebop_megatron.evaluation.results import read_json, write_json
 
 # what a decoder cannot write as text ends in: half a character
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -96,9 +97,11 @@ class CompletionFile:
         if not self.sidecar.exists():
             raise ValueError(f"--output {self.path} is there, but {self.sidecar} is not: choose another file")
         try:
-            saved = json.loads(self.sidecar.read_text())
+            saved = read_json(self.sidecar)
         except ValueError as error:
-            raise ValueError(f"{self.sidecar} is no JSON ({error}): choose another --output") from error
+            raise ValueError(f"{error}; choose another --output") from error
+        if not {"settings", "empty"} <= saved.keys():
+            raise ValueError(f"{self.sidecar} was not written by this command: choose another --output")
         changed = {name: saved["settings"].get(name) for name in self.settings}
         wrong = [f"{name}={old!r}, now {self.settings[name]!r}" for name, old in changed.items()
                  if old != self.settings[name]]  # fmt: skip
@@ -148,10 +151,7 @@ class CompletionFile:
                 self.written[record["id"]] += 1
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         # before the lines: without it they could not be continued
-        content = {"settings": self.settings, "empty": dict(self.empty), "about": about}
-        temporary = self.sidecar.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(self.sidecar)
+        write_json(self.sidecar, {"settings": self.settings, "empty": dict(self.empty), "about": about})
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()

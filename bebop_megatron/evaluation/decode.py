@@ -19,7 +19,7 @@ from bebop_megatron.evaluation.adaptive import AdaptiveGamma
 from bebop_megatron.evaluation.cache import make_window
 from bebop_megatron.evaluation.cached_model import CachedModel
 from bebop_megatron.evaluation.draft import Draft, Drafter
-from bebop_megatron.evaluation.filters import filtered_probs, sample
+from bebop_megatron.evaluation.filters import sample, target_probs
 from bebop_megatron.evaluation.outcome import Continuation, GenerationResult, collect_records
 from bebop_megatron.evaluation.rows import Rows
 from bebop_megatron.evaluation.settings import DecodeConfig
@@ -141,7 +141,7 @@ class _Run:
         config, rows, share = self.config, self.rows, self.share
         if num_tokens is not None:
             num_tokens = -(-num_tokens // share.size)
-        start, prefill_seconds, admitted, produced = time.perf_counter(), 0.0, 0, 0
+        start, admitted, produced = time.perf_counter(), 0, 0
         while True:
             # what runs is counted in full, so that the total overshoots by one sequence at most
             reserved = produced + rows.active * config.max_new_tokens
@@ -151,12 +151,10 @@ class _Run:
             else:
                 count = min(free, max(0, -(-(num_tokens - reserved) // config.max_new_tokens)))
             if count > 0:
-                began = time.perf_counter()
                 indices = [share.sequence(index) % len(prompts) for index in range(admitted, admitted + count)]
                 self._prefill(rows.add([(index, prompts[index]) for index in indices], admitted))
                 admitted += count
                 produced += self._harvest()
-                prefill_seconds += time.perf_counter() - began
             elif rows.active:
                 self._iterate()
                 produced += self._harvest()
@@ -171,7 +169,6 @@ class _Run:
             if order
             else torch.zeros(0, config.gamma, 5, dtype=torch.float64),
             seconds=time.perf_counter() - start,
-            prefill_seconds=prefill_seconds,
             records=collect_records(self.records),
         )
 
@@ -186,8 +183,7 @@ class _Run:
     def _target(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and filtered probabilities of the backbone: [t, b, h] -> twice [b, t, v]."""
         logits = self.model.logits(hidden)
-        config = self.config
-        return logits, filtered_probs(logits, config.temperature, config.top_k, config.top_p, self.vocab_size)
+        return logits, target_probs(logits, self.config, self.vocab_size)
 
     def _append(self, rows: slice, tokens: Tensor, given: Tensor, logits: Tensor, probs: Tensor) -> None:
         index = tokens[..., None]

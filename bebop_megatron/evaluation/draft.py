@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bebop_megatron.evaluation.cache import make_window
 from bebop_megatron.evaluation.cached_model import CachedModel
-from bebop_megatron.evaluation.filters import filtered_probs, sample
+from bebop_megatron.evaluation.filters import draft_probs, sample
 from bebop_megatron.evaluation.settings import DecodeConfig
 
 
@@ -78,13 +78,8 @@ class Drafter:
                 hidden = self.model.mtp(0, hidden, tokens[-1][:, None], window)
             logits = self.model.logits(hidden)[:, 0]
             if self.config.rule == "rejection":
-                probs.append(self._probs(logits))
+                probs.append(draft_probs(logits, self.config, self.vocab_size))
                 tokens.append(sample(probs[-1], generator))
             else:
                 tokens.append(logits[:, : self.vocab_size].argmax(-1))
         return Draft(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
-
-    def _probs(self, logits: Tensor) -> Tensor:
-        config = self.config
-        top_k, top_p = (config.top_k, config.top_p) if config.filter_draft else (0, 1.0)
-        return filtered_probs(logits, config.temperature, top_k, top_p, self.vocab_size)

@@ -9,15 +9,14 @@ explains, and the remainder, a mismatch of head and target.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.entropy import fit_line, split, split_change
+from bebop_megatron.evaluation.console import is_first, progress_bar
+from bebop_megatron.evaluation.entropy_points import Point, from_log, from_results, over_time, point_of
 from bebop_megatron.evaluation.options import (
     add_amount,
     add_decoding,
@@ -27,25 +26,10 @@ from bebop_megatron.evaluation.options import (
     labels_of,
     rules_of,
 )
-from bebop_megatron.evaluation.results import describe, environment, write_json
-from bebop_megatron.evaluation.subject import Text, is_first, opened, progress_bar, read_text
+from bebop_megatron.evaluation.results import describe, environment, versions, write_json
+from bebop_megatron.evaluation.subject import Text, opened, read_text
 from bebop_megatron.evaluation.verify import RULES
-
-_LOG_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
-
-
-@dataclass(frozen=True)
-class Point:
-    """Acceptance and entropy of one checkpoint or log interval under one rule; `found` as `entropy_summary` gives it.
-
-    `acceptance` is that of a draft step in checkpoints, an accept length in logs.
-    """
-
-    name: str
-    rule: str
-    entropy: float
-    acceptance: float
-    found: dict[str, Any] | None = None
+from bebop_megatron.outputs import check_writable, reason
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +69,7 @@ def _check(options: argparse.Namespace) -> None:
 def _of_checkpoint(path: str, text: Text, options: argparse.Namespace, name: str) -> list[Point]:
     from bebop_megatron.evaluation.decode import SpeculativeDecoder
     from bebop_megatron.evaluation.expected import expected_acceptance
-    from bebop_megatron.evaluation.sweep import entropy_summary
+    from bebop_megatron.evaluation.summaries import entropy_summary
 
     # both rules sample the same distribution, so that one text serves both
     config = config_of(options, "rejection", stop_tokens=text.stop_tokens)
@@ -96,9 +80,8 @@ def _of_checkpoint(path: str, text: Text, options: argparse.Namespace, name: str
             decoder = SpeculativeDecoder(subject.model, config, vocab_size=subject.vocab_size)
             total = options.num_tokens or len(text.prompts) * config.max_new_tokens
             with progress_bar(f"{name}: sampling", total, options.quiet) as progress:
-                made = decoder.generate(text.prompts, num_tokens=options.num_tokens, progress=progress).sequences
-            texts = [text.prompts[sequence.prompt] + sequence.tokens for sequence in made]
-            lengths = [len(text.prompts[sequence.prompt]) for sequence in made]
+                made = decoder.generate(text.prompts, num_tokens=options.num_tokens, progress=progress)
+            texts, lengths = made.texts(text.prompts)
         with progress_bar(f"{name}: forward pass", sum(map(len, texts)), options.quiet) as progress:
             full = expected_acceptance(
                 subject.model,
@@ -110,96 +93,7 @@ def _of_checkpoint(path: str, text: Text, options: argparse.Namespace, name: str
             )
     if len(full.anchor) == 0:
         raise ValueError("no text has two tokens: there is nothing to draft for")
-    return [_point(name, rule, entropy_summary(full, rule)) for rule in rules_of(options, default=RULES)]
-
-
-def _point(name: str, rule: str, found: dict[str, Any]) -> Point:
-    return Point(name, rule, found["mean_entropy"]["value"], found["mean_acceptance"]["value"], found)
-
-
-def from_results(paths: Sequence[str], rules: Sequence[str]) -> list[Point]:
-    """Points of saved reports, of their main setting.
-
-    Raises:
-        ValueError: a file without what a full forward pass found.
-    """
-    points = []
-    for path in paths:
-        payload = json.loads(Path(path).read_text())
-        if "points" in payload:
-            points += [Point(**each) for each in payload["points"] if each["rule"] in rules]
-            continue
-        mine = [each for each in payload.get("full_forward", []) if each["arm"] == "main"]
-        if not mine:
-            raise ValueError(f"{path} holds no full forward pass: it is no results.json of --report")
-        points += [
-            _point(each["label"], each["config"]["rule"], each["entropy"][each["config"]["rule"]])
-            for each in mine
-            if each["config"]["rule"] in rules
-        ]
-    return points
-
-
-def from_log(path: str, rules: Sequence[str]) -> list[Point]:
-    """Accept length and target entropy of every log interval.
-
-    Raises:
-        ValueError: no such file, or no line with both.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"--log {path}: no such file")
-    points = []
-    for line in file.read_text(errors="replace").splitlines():
-        match = _LOG_LINE.search(line)
-        if match is None:
-            continue
-        pairs = (part.rsplit(":", 1) for part in match[2].split("|") if ":" in part)
-        values = {name.strip(): value.strip() for name, value in pairs}
-        for rule in rules:
-            name = f"mtp accept-length/{rule}"
-            if name in values and "mtp target entropy" in values:
-                points.append(Point(match[1], rule, float(values["mtp target entropy"]), float(values[name])))
-    if not points:
-        raise ValueError(f'{path} has no line with "mtp target entropy" and an accept length: was --mtp-loss set?')
-    return points
-
-
-def over_time(points: Sequence[Point], fit_on: int | None) -> dict[str, Any]:
-    """The split of every point's change since the first; points of one rule in order.
-
-    Raises:
-        ValueError: the first `fit_on` points do not say a line.
-    """
-    history = [(point.entropy, point.acceptance) for point in points]
-    first = points[0].found
-    if fit_on is None and first is not None:
-        slope, how = first["slope"]["value"], f"tokens of {points[0].name}"
-        if slope is None or slope != slope:
-            raise ValueError(f"the tokens of {points[0].name} do not say a slope: their entropies are all the same")
-        parts = [split_change(slope, history[0], now) for now in history]
-    else:
-        count = fit_on or max(3, len(points) // 4)
-        parts = split(history, count)
-        line = fit_line(history[:count])
-        assert line is not None
-        slope, how = line.slope, f"the first {min(count, len(points))} points"
-    return {
-        "rule": points[0].rule,
-        "slope": slope,
-        "slope_from": how,
-        "points": [
-            {
-                "name": point.name,
-                "entropy": point.entropy,
-                "acceptance": point.acceptance,
-                "change": point.acceptance - history[0][1],
-                "entropy_part": part.entropy_part,
-                "mismatch_part": part.mismatch_part,
-            }
-            for point, part in zip(points, parts, strict=True)
-        ],
-    }
+    return [point_of(name, rule, entropy_summary(full, rule)) for rule in rules_of(options, default=RULES)]
 
 
 def _print(points: Sequence[Point], changes: Sequence[dict[str, Any]]) -> None:
@@ -243,7 +137,7 @@ def _collect(options: argparse.Namespace, rules: list[str]) -> tuple[list[Point]
     if options.log:
         return from_log(options.log, rules), f"training log {Path(options.log).name}; teacher-forced accept length"
     labels = labels_of(options)
-    text = read_text(argparse.Namespace(**(vars(options) | {"prompts": options.text or options.prompts})))
+    text = read_text(options, options.text or options.prompts)
     points = []
     for path, label in zip(options.load, labels, strict=True):
         points += _of_checkpoint(path, text, options, label)
@@ -260,29 +154,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     measured_in = environment()
     try:
         _check(options)
+        # at the end of the measurement it would be too late
+        if options.report and is_first():
+            check_writable(options.report, "--report", is_folder=True)
         points, setting = _collect(options, rules)
         groups = [[point for point in points if point.rule == rule] for rule in rules]
         timed = [group for group in groups if len(group) > 1] if options.in_time or options.log else []
         changes = [over_time(group, options.fit_on) for group in timed]
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    if is_first():
-        if options.report:
+        if options.report and is_first():
             folder = Path(options.report)
             payload = {"setting": setting, "points": [asdict(point) for point in points], "over_time": changes}
             write_json(folder / "entropy.json", payload | {"environment": measured_in})
-            _draw(points, changes, folder, f"{setting}. {_versions(measured_in)}")
-        if not options.quiet:
-            _print(points, changes)
+            _draw(points, changes, folder, f"{setting}. {versions(measured_in)}")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {reason(error)}")
+    if is_first() and not options.quiet:
+        _print(points, changes)
     import torch
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _versions(measured_in: dict[str, Any]) -> str:
-    commit = f", commit {measured_in['commit']}" if "commit" in measured_in else ""
-    return f"bebop-megatron {measured_in.get('bebop-megatron', '')}{commit}, {measured_in['date']}"
 
 
 def _draw(points: Sequence[Point], changes: Sequence[dict[str, Any]], folder: Path, caption: str) -> None:

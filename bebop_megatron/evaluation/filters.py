@@ -6,8 +6,13 @@ with every filter. So there is one definition of both steps, used for the draft 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from bebop_megatron.evaluation.settings import DecodeConfig
 
 
 def filtered_probs(
@@ -38,6 +43,17 @@ def filtered_probs(
     if 0 < top_k < width or top_p < 1:
         logits = logits.masked_fill(~_kept(logits, top_k, top_p), -torch.inf)
     return logits.softmax(-1)
+
+
+def target_probs(logits: Tensor, config: DecodeConfig, vocab_size: int) -> Tensor:
+    """p of a decoder with these settings. Shape: logits [..., v] -> [..., v]."""
+    return filtered_probs(logits, config.temperature, config.top_k, config.top_p, vocab_size)
+
+
+def draft_probs(logits: Tensor, config: DecodeConfig, vocab_size: int) -> Tensor:
+    """q of the same: p's temperature, and its filters unless `filter_draft` is off. Shape: as `target_probs`."""
+    top_k, top_p = (config.top_k, config.top_p) if config.filter_draft else (0, 1.0)
+    return filtered_probs(logits, config.temperature, top_k, top_p, vocab_size)
 
 
 def _check_filters(temperature: float, top_k: int, top_p: float, vocab_size: int | None, width: int) -> None:

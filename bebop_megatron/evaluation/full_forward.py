@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bebop_megatron.evaluation.cache import Window, make_window
 from bebop_megatron.evaluation.cached_model import CachedModel
-from bebop_megatron.evaluation.filters import filtered_probs
+from bebop_megatron.evaluation.filters import draft_probs, target_probs
 from bebop_megatron.evaluation.settings import DecodeConfig
 from bebop_megatron.patching import Patcher
 
@@ -127,17 +127,14 @@ class TextBatch:
             # a prompt only leaves its keys behind
             return {name: torch.zeros(*anchors.shape, config.gamma, device=hidden.device) for name in MEASURED}
         rows = target_rows(start, stop, config.gamma).clamp(max=self.longest - 1).to(hidden.device)
-        target = filtered_probs(
-            self.model.logits(self.hidden[rows]), config.temperature, config.top_k, config.top_p, self.vocab_size
-        )
-        top_k, top_p = (config.top_k, config.top_p) if config.filter_draft else (0, 1.0)
+        target = target_probs(self.model.logits(self.hidden[rows]), config, self.vocab_size)
         steps = []
         for step in range(1, config.gamma + 1):
             if step > 1:
                 fed = self.tokens[:, start + step : stop + step]
                 hidden = self.model.mtp(0, hidden, fed, self._window(start, stop, step))
             logits = self.model.logits(hidden)
-            q = filtered_probs(logits, config.temperature, top_k, top_p, self.vocab_size)
+            q = draft_probs(logits, config, self.vocab_size)
             best = logits[..., : self.vocab_size].argmax(-1)
             p = target[:, step - 1 : step - 1 + size]
             steps.append(_measures(p, q, best, self.tokens[:, start + step + 1 : stop + step + 1]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.evaluation.completions import CompletionFile, Job, Writer
-from bebop_megatron.evaluation.options import check_least, config_of
+from bebop_megatron.evaluation.console import is_first
+from bebop_megatron.evaluation.options import add_sampling, check_least, config_of
 from bebop_megatron.evaluation.outcome import GenerationResult, merged
 from bebop_megatron.evaluation.prompts import Prompt, read_prompt_records
-from bebop_megatron.evaluation.settings import ATTENTION_MODES, DecodeConfig, parse_gamma
+from bebop_megatron.evaluation.settings import DecodeConfig, parse_gamma
 from bebop_megatron.evaluation.subject import vocabulary
 from bebop_megatron.evaluation.verify import RULES
 from bebop_megatron.outputs import check_writable, held, reason
@@ -38,26 +38,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="FILE", help="JSON lines; what is in it already is not sampled again")
     add("--tokenizer", metavar="DIR", help="Hugging Face tokenizer; without one, tokens in and tokens out")
     add("--samples", type=int, default=1, metavar="N", help="completions per prompt (1)")
-    add("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-    add("--top-k", type=int, default=0, help="0 is off (0)")
-    add("--top-p", type=float, default=1.0, help="1 is off (1.0)")
+    add_sampling(parser)
     add("--max-new-tokens", type=int, default=256, help="per completion (256)")
     add("--prompt-tokens", type=int, default=0, help="cut prompts to this many tokens; 0 keeps them whole (0)")
     add("--stop", action="append", default=[], metavar="TOKEN", help="a token, or its id, that ends a text; repeatable")
     add("--ignore-eos", action="store_true", help="go on behind the tokenizer's end-of-sequence token")
-    add("--seed", type=int, default=0)
     add("--log-probs", action="store_true", help="add log-probabilities, as sampled from and as the model has them")
     add("--tokens", action="store_true", help="add the token ids of prompt and completion")
     add("--gamma", default="3", help="drafts per verification: a number, 0, adaptive, or adaptive:MOST (3)")
     add("--draft-cost", type=float, default=0.2, help="for adaptive: a draft's cost in scored tokens (0.2)")
     add("--rule", choices=RULES, default="rejection", help="verification rule (rejection)")
-    add("--attention", choices=ATTENTION_MODES, default="chain", help="what draft steps 2, 3, ... see (chain, as vLLM)")
-    add(
-        "--filter-draft",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="filter drafts like the target",
-    )
     add("--batch-size", type=int, default=8, help="sequences decoded together on each copy of the model (8)")
     add("--tensor-parallel", type=int, metavar="N", help="processes that share a copy of the model (all)")
     add("--save-every", type=int, metavar="N", help="write after so many completions (8 batches)")
@@ -163,8 +153,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
     prompts = read_prompt_records(options.prompts, tokenizer, options.prompt_tokens)
     stop_tokens = _stop_tokens(options, tokenizer)
     config = _config(options, stop_tokens)
-    first = os.environ.get("RANK", "0") == "0"
-    output = CompletionFile(options.output, _distribution(options, stop_tokens)) if first else None
+    output = CompletionFile(options.output, _distribution(options, stop_tokens)) if is_first() else None
     loaded = load_model(options.load, with_mtp=config.gamma > 0, tensor_parallel=options.tensor_parallel)
     jobs, done = _agreed(output, prompts, options.samples)
     if not jobs:
@@ -185,7 +174,7 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
     writer = Writer(tokenizer, stop_tokens, tokens=options.tokens, log_probs=options.log_probs)
     results: list[GenerationResult] = []
     about: dict[str, Any] = {}
-    with _bar(done, len(jobs), not options.quiet and first) as bar:
+    with _bar(done, len(jobs), not options.quiet and is_first()) as bar:
         for start in range(0, len(jobs), size):
             part = jobs[start : start + size]
             texts = [prompts[job.prompt].tokens for job in part]
@@ -243,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_options(parser)
     options = parser.parse_args(argv)
     try:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             check_writable(options.output, "--output")
             # two would write the same samples twice
             with held(options.output, "--output"):
@@ -256,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {reason(error)}; what {options.output} holds is whole, the same command goes on from it")
     import torch
 
-    if os.environ["RANK"] == "0" and not options.quiet:
+    if is_first() and not options.quiet:
         print(_summary(options, about))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

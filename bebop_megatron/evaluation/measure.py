@@ -7,11 +7,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from bebop_megatron.evaluation.console import progress_bar
 from bebop_megatron.evaluation.options import check_least, config_of, labels_of, rules_of
 from bebop_megatron.evaluation.outcome import GenerationResult, merged
 from bebop_megatron.evaluation.results import EvaluationRow, environment
 from bebop_megatron.evaluation.settings import DecodeConfig
-from bebop_megatron.evaluation.subject import Subject, Text, check_prompts, opened, progress_bar, read_text
+from bebop_megatron.evaluation.subject import Subject, Text, check_prompts, opened, read_text, warm_up
 
 
 def configs_of(options: argparse.Namespace, stop_tokens: tuple[int, ...]) -> list[DecodeConfig]:
@@ -70,7 +71,6 @@ def _measure(
     """Every config of the plan once per round, on the same prompts, in alternation: a machine's load drifts."""
     from bebop_megatron.evaluation.decode import SpeculativeDecoder
 
-    model, vocab_size = subject.model, subject.vocab_size
     rounds = min(options.rounds, len(prompts))
     num_tokens = options.num_tokens and -(-options.num_tokens // rounds)
     results: dict[str, list[GenerationResult]] = {name: [] for name in plan}
@@ -78,11 +78,9 @@ def _measure(
         mine = prompts[index::rounds]
         for name, config in plan.items():
             if index == 0:
-                # the first calls pay for allocations and lazy initialisation
-                short = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-                SpeculativeDecoder(model, short, vocab_size=vocab_size).generate(mine[: config.batch_size])
+                warm_up(subject, mine, config)
             config = replace(config, seed=config.seed + index)
-            decoder = SpeculativeDecoder(model, config, vocab_size=vocab_size)
+            decoder = SpeculativeDecoder(subject.model, config, vocab_size=subject.vocab_size)
             total = num_tokens or len(mine) * config.max_new_tokens
             with progress_bar(f"{name}, {index + 1} of {rounds}", total, options.quiet) as progress:
                 results[name].append(decoder.generate(mine, num_tokens=num_tokens, progress=progress))
@@ -102,7 +100,7 @@ def evaluate(options: argparse.Namespace) -> list[EvaluationRow]:
         raise ValueError("several --load are compared in a report: add --report DIR")
     # and the CPU platform answers for a GPU once it is entered
     measured_in = environment()
-    text = read_text(options)
+    text = read_text(options, options.prompts)
     configs = configs_of(options, text.stop_tokens)
     plan = {config.rule: config for config in configs}
     if options.baseline:

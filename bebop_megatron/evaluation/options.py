@@ -40,6 +40,12 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rule", action="append", nargs="+", choices=RULES, help="verification rule, several allowed")
     add("--gamma", type=int, default=3, help="drafts per verification (3)")
+    add_sampling(parser)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn and what draft steps see, under any rule and number of drafts."""
+    add = parser.add_argument
     add("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
     add("--top-k", type=int, default=0, help="0 is off (0)")
     add("--top-p", type=float, default=1.0, help="1 is off (1.0)")

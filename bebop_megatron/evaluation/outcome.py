@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from bebop_megatron.evaluation.estimate import ratio
 
 # last dimension of `GenerationResult.counts`
 REACHED, ACCEPTED, ACCEPT_PROB, ALPHA, DRAFTED = range(5)
@@ -60,7 +63,6 @@ class GenerationResult:
     sequences: list[Continuation]
     counts: Tensor
     seconds: float
-    prefill_seconds: float
     records: DraftRecords | None = None
 
     @property
@@ -82,6 +84,12 @@ class GenerationResult:
     def num_verifications(self) -> int:
         """Verifications of drafts, in all sequences."""
         return int(self.counts[:, :1, REACHED].sum())
+
+    def texts(self, prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Prompt and continuation of every sequence as one text, and the lengths of the prompts in them."""
+        given = [prompts[sequence.prompt] for sequence in self.sequences]
+        texts = [prompt + sequence.tokens for prompt, sequence in zip(given, self.sequences, strict=True)]
+        return texts, [len(prompt) for prompt in given]
 
     @property
     def accepted_per_step(self) -> Tensor:
@@ -117,12 +125,7 @@ class GenerationResult:
     @property
     def accept_length_error(self) -> float:
         """Standard error of `accept_length`; sequences are the independent units, not verifications."""
-        accepted, verifications = self.counts[:, :, ACCEPTED].sum(1), self.counts[:, :1, REACHED].sum(1)
-        clusters, total = int((verifications > 0).sum()), float(verifications.sum())
-        if clusters < 2:
-            return float("nan")
-        residual = accepted - (self.accept_length - 1) * verifications
-        return float((clusters / (clusters - 1) * residual.square().sum()).sqrt()) / total
+        return ratio(self.counts[:, :, ACCEPTED].sum(1), self.counts[:, :1, REACHED].sum(1)).stderr
 
 
 def merged(results: list[GenerationResult]) -> GenerationResult:
@@ -131,7 +134,6 @@ def merged(results: list[GenerationResult]) -> GenerationResult:
         sequences=[sequence for result in results for sequence in result.sequences],
         counts=torch.cat([result.counts for result in results]),
         seconds=sum(result.seconds for result in results),
-        prefill_seconds=sum(result.prefill_seconds for result in results),
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.data.tokenizer import beginning_of_sequence
+
 _TEXT_KEYS = ("prompt", "text")
 
 
@@ -41,14 +43,9 @@ def _record(line: str, where: str) -> str | list[int] | list[dict[str, Any]]:
     )
 
 
-def _start(tokenizer: Any) -> list[int]:
-    """The beginning of sequence, where the tokenizer sets one by itself."""
-    return [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
-
-
 def _encode(text: str, tokenizer: Any) -> list[int]:
     """As training data is encoded: a beginning of sequence where the tokenizer sets one by itself."""
-    start = _start(tokenizer)
+    start = beginning_of_sequence(tokenizer)
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     # a rendered chat brings its own
     return tokens if not text or tokens[: len(start)] == start else start + tokens
@@ -56,7 +53,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
 
 def _cut(text: str, tokens: list[int], size: int, tokenizer: Any) -> Prompt:
     """The first `size` tokens, or a few less where they would end inside a character."""
-    start = _start(tokenizer)
+    start = beginning_of_sequence(tokenizer)
     skipped = len(start) if tokens[: len(start)] == start and not text.startswith(tokenizer.decode(start)) else 0
     while size > skipped + 1 and not text.startswith(tokenizer.decode(tokens[skipped:size])):
         size -= 1

@@ -1,6 +1,6 @@
 """Evaluation results as a table, a JSON file, a figure and a short text that claims what the numbers carry.
 
-    python -m bebop_megatron.evaluation.report --input ce.json tv.json --output report
+    python -m bebop_megatron.evaluation merge --input ce.json tv.json --output report
 
 puts several evaluations together: summary.json, acceptance.png and report.md.
 """
@@ -19,7 +19,6 @@ from bebop_megatron.evaluation.results import (
     EvaluationRow,
     by_setting,
     describe,
-    environment,
     load_rows,
     replacing,
     shared_setting,
@@ -27,24 +26,17 @@ from bebop_megatron.evaluation.results import (
     varying,
     write_json,
 )
-
-__all__ = [
-    "EvaluationRow",
-    "environment",
-    "load_rows",
-    "main",
-    "plot_acceptance",
-    "print_table",
-    "readings",
-    "summary_payload",
-    "write_json",
-    "write_markdown",
-]
+from bebop_megatron.outputs import check_writable
 
 
 def percent(rate: float, stderr: float | None = None) -> str:
     """A rate in percent, with its standard error where there is one."""
     return f"{100 * rate:.1f}" + ("" if stderr is None else f" ± {100 * stderr:.1f}")
+
+
+def grid(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)] + [""]
 
 
 def table(rows: Sequence[EvaluationRow]) -> tuple[list[str], list[list[str]]]:
@@ -157,8 +149,8 @@ def write_markdown(
         raise ValueError("there are no rows to report")
     header, cells = table(rows)
     lines = [f"# {title}", "", f"Measured by decoding: {shared_setting(rows)}.", ""]
-    lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]
-    lines += [""] + ([f"![acceptance by loss and rule]({figure})", ""] if figure else [])
+    lines += grid(header, cells)
+    lines += [f"![acceptance by loss and rule]({figure})", ""] if figure else []
     lines += ["## Reading", "", *(f"- {sentence}" for sentence in readings(rows)), ""]
     lines += [
         "Differences take the runs as independent; with shared prompts their errors are, if anything, too "
@@ -187,17 +179,18 @@ def _baseline(rows: Sequence[EvaluationRow]) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Merge evaluation files into one report."""
-    parser = argparse.ArgumentParser(prog="python -m bebop_megatron.evaluation.report", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bebop_megatron.evaluation merge", description=main.__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="JSON", help="files written by an evaluation")
     parser.add_argument("--output", required=True, metavar="DIR", help="where the report goes")
     options = parser.parse_args(argv)
     try:
         rows = [row for path in options.input for row in load_rows(path)]
+        if not rows:
+            raise ValueError("the input files hold no results")
         by_setting(rows)
+        check_writable(options.output, "--output", is_folder=True)
     except (OSError, ValueError) as problem:
         parser.error(str(problem))
-    if not rows:
-        parser.error("the input files hold no results")
     output = Path(options.output)
     payload = summary_payload(rows, _baseline(rows))
     write_json(output / "summary.json", payload)

@@ -111,6 +111,12 @@ def environment() -> dict[str, Any]:
     return out | {"date": datetime.now(UTC).date().isoformat()}
 
 
+def versions(measured_in: dict[str, Any]) -> str:
+    """An environment's release, commit and date, for the caption of a figure."""
+    commit = f", commit {measured_in['commit']}" if "commit" in measured_in else ""
+    return f"bebop-megatron {measured_in.get('bebop-megatron', '')}{commit}, {measured_in['date']}"
+
+
 def _git(*command: str) -> str | None:
     """What git says in this package's folder; None without git, or where it does not know this file."""
     here = Path(__file__).resolve()
@@ -185,14 +191,29 @@ def write_json(path: str | Path, payload: dict[str, Any]) -> None:
         partial.write_text(json.dumps(_finite(payload), indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """What `write_json` wrote.
+
+    Raises:
+        ValueError: no JSON, or no object, with the file's name.
+    """
+    try:
+        payload = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(payload, dict):
+        raise ValueError(f"{path} is JSON, but no object: nothing here wrote it")
+    return payload
+
+
 def load_rows(path: str | Path) -> list[EvaluationRow]:
     """Rows of a file that `write_json` wrote; what a row lacks is taken from the file.
 
     Raises:
         ValueError: no evaluation file, or a result without a required field.
     """
-    payload = json.loads(Path(path).read_text())
-    if not isinstance(payload, dict) or not isinstance(payload.get("results"), list):
+    payload = read_json(path)
+    if not isinstance(payload.get("results"), list):
         raise ValueError(f'{path} is no evaluation: it has no list "results"')
     known = {field.name for field in fields(EvaluationRow)}
     required = {field.name for field in fields(EvaluationRow) if field.default is MISSING}

@@ -82,7 +82,7 @@ class Rows:
         self.counts[: self.active, :drafts] += torch.stack([value.double() for value in values], -1)
 
     def take_finished(self, move_row: Callable[[int, int], None]) -> list[tuple[int, Continuation, Tensor]]:
-        """Remove what is finished: (index of the sequence, the sequence, its counts [gamma, 4]).
+        """Remove what is finished: (index of the sequence, the sequence, its counts [gamma, 5]).
 
         The last row moves into each gap; `move_row(source, target)` does the same to what lives elsewhere.
         The one place that waits for the device.

@@ -49,7 +49,6 @@ def gathered(result: GenerationResult, group: Any) -> GenerationResult:
         sequences=sequences,
         counts=torch.stack([parts[rank].counts[index] for index, rank in keys]),
         seconds=max(part.seconds for part in parts),
-        prefill_seconds=max(part.prefill_seconds for part in parts),
         records=_records(parts, {key: place for place, key in enumerate(keys)}),
     )
 

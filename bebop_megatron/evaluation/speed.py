@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import torch
+
 from bebop_megatron.evaluation.estimate import Estimate
 from bebop_megatron.evaluation.sweep import Outcome
 
@@ -80,8 +82,6 @@ def speeds(outcomes: Sequence[Outcome]) -> list[Speed]:
 
 def merged(rounds: Sequence[Outcome]) -> Outcome:
     """Rounds of one setting as one run."""
-    import torch
-
     first = rounds[0]
     return Outcome(
         cell=first.cell,

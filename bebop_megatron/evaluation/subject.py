@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,8 @@ class Text:
         return f"{self.name} ({len(self.prompts)} prompts, {self.digest})"
 
 
-def read_text(options: argparse.Namespace) -> Text:
-    """Tokenizer and prompts of a command line.
+def read_text(options: argparse.Namespace, path: str) -> Text:
+    """The prompts in a file, and the tokenizer of a command line.
 
     Raises:
         ValueError: no prompts, a bad line, no such tokenizer.
@@ -42,10 +40,10 @@ def read_text(options: argparse.Namespace) -> Text:
     from bebop_megatron.evaluation.prompts import read_prompts
 
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    prompts = read_prompts(options.prompts, tokenizer, options.prompt_tokens)
+    prompts = read_prompts(path, tokenizer, options.prompt_tokens)
     eos = None if tokenizer is None or options.ignore_eos else tokenizer.eos_token_id
     digest = hashlib.sha256(repr(prompts).encode()).hexdigest()[:12]
-    return Text(prompts, Path(options.prompts).stem, digest, tokenizer, () if eos is None else (eos,))
+    return Text(prompts, Path(path).stem, digest, tokenizer, () if eos is None else (eos,))
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,6 @@ def opened(path: str, text: Text, tokenizer_name: str | None) -> Iterator[Subjec
         unload_model()
 
 
-def is_first() -> bool:
-    """Whether this process writes files and talks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def check_prompts(subject: Subject, text: Text, configs: list[DecodeConfig]) -> None:
     """See that every config can continue every prompt.
 
@@ -132,22 +125,9 @@ def check_prompts(subject: Subject, text: Text, configs: list[DecodeConfig]) -> 
         SpeculativeDecoder(subject.model, config, vocab_size=subject.vocab_size).check(text.prompts)
 
 
-@contextmanager
-def progress_bar(description: str, total: int, quiet: bool, unit: str = "tokens") -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error; yields what takes the amount done so far."""
-    if quiet or not is_first() or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def warm_up(subject: Subject, prompts: list[list[int]], config: DecodeConfig) -> None:
+    """The first calls pay for allocations and lazy initialisation: let nothing measured be one of them."""
+    from bebop_megatron.evaluation.decode import SpeculativeDecoder
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda done: bar.update(task, completed=min(done, total))
+    short = replace(config, max_new_tokens=min(8, config.max_new_tokens))
+    SpeculativeDecoder(subject.model, short, vocab_size=subject.vocab_size).generate(prompts[: config.batch_size])

@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bebop_megatron.entropy import EntropyCurve
-from bebop_megatron.evaluation.agreement import length_agreement, rows_of, step_agreement, verifications
 from bebop_megatron.evaluation.decode import SpeculativeDecoder
-from bebop_megatron.evaluation.estimate import Estimate, clustered_mean, ratio
+from bebop_megatron.evaluation.estimate import Estimate, ratio
 from bebop_megatron.evaluation.expected import ExpectedAcceptance, expected_acceptance
-from bebop_megatron.evaluation.outcome import ACCEPTED, REACHED, GenerationResult
-from bebop_megatron.evaluation.results import write_json
+from bebop_megatron.evaluation.outcome import ACCEPTED, DRAFTED, REACHED
+from bebop_megatron.evaluation.results import read_json, write_json
 from bebop_megatron.evaluation.settings import ATTENTION_MODES, DecodeConfig
 from bebop_megatron.evaluation.subject import Subject, Text
-from bebop_megatron.evaluation.verify import RULES
+from bebop_megatron.evaluation.summaries import attention_summary, expected_summary
 
 KINDS = ("main", "temperature", "gamma")
 
@@ -158,78 +156,6 @@ class Outcome:
         return self.accept_length.scaled(1 / self.gamma, -1 / self.gamma)
 
 
-def _slope(curve_states: Tensor) -> Estimate:
-    """Slope of acceptance over entropy; its error by leaving out one text at a time.
-
-    Shape: states of the texts' curves [texts, size].
-    """
-    total = curve_states.sum(0)
-    fit = EntropyCurve.from_state(total).fit()
-    if fit is None:
-        return Estimate(float("nan"), float("nan"), 0)
-    without = [EntropyCurve.from_state(total - state).fit() for state in curve_states]
-    slopes = torch.tensor([each.slope for each in without if each is not None], dtype=torch.float64)
-    n = len(slopes)
-    stderr = float(((n - 1) / n * (slopes - slopes.mean()).square().sum()).sqrt()) if n > 1 else float("nan")
-    return Estimate(fit.slope, stderr, n)
-
-
-def entropy_summary(full: ExpectedAcceptance, rule: str) -> dict[str, Any]:
-    """Acceptance against the target's entropy over every known (anchor, step): sums, line with interval, means."""
-    states = []
-    for sequence in full.sequence.unique():
-        mine = full.sequence == sequence
-        curve = EntropyCurve()
-        curve.update(full.target_entropy[mine], full.step(rule)[mine], full.known[mine])
-        states.append(curve.state())
-    stacked = torch.stack(states)
-    fit = EntropyCurve.from_state(stacked.sum(0)).fit()
-    # the first moments of a state: points, their entropies, their acceptances
-    points, entropy, acceptance = stacked[:, 0], stacked[:, 1], stacked[:, 2]
-    return {
-        "state": stacked.sum(0).tolist(),
-        "slope": _slope(stacked).to_json(),
-        "r": None if fit is None else fit.r,
-        "intercept": None if fit is None else fit.intercept,
-        "mean_entropy": ratio(entropy, points).to_json(),
-        "mean_acceptance": ratio(acceptance, points).to_json(),
-    }
-
-
-def _expected_summary(full: ExpectedAcceptance, result: GenerationResult, rule: str) -> dict[str, Any]:
-    """What the full forward pass says beside the decoder: at its own anchors, and at every anchor of the text."""
-    assert result.records is not None
-    rows = rows_of(full, *verifications(result.records)[:2])
-    visited = full.select(rows[rows >= 0])
-    length = length_agreement(result.records, full, rule)
-    return {
-        "rate_per_step": [estimate.to_json() for estimate in visited.rate_per_step(rule)],
-        "accept_length": visited.accept_length(rule).to_json(),
-        "accept_rate": visited.accept_rate(rule).to_json(),
-        "difference": length.difference.to_json(),
-        "steps": [
-            asdict(step) | {"z": step.z, "worst": step.worst} for step in step_agreement(result.records, full, rule)
-        ],
-        "every_anchor": {other: full.accept_length(other).to_json() for other in RULES},
-        "teacher_forced": {other: full.accept_length(other, teacher_forced=True).to_json() for other in RULES},
-        "entropy": {other: entropy_summary(full, other) for other in RULES},
-    }
-
-
-def attention_summary(modes: dict[str, ExpectedAcceptance], rule: str) -> dict[str, Any]:
-    """Accept length in every attention mode on one text, and the difference to the first mode, anchor by anchor."""
-    first, *_ = modes.values()
-    kept = first.complete
-    own = first.prefix(rule)[kept].sum(1)
-    return {
-        mode: {
-            "accept_length": full.accept_length(rule).to_json(),
-            "difference": clustered_mean(full.prefix(rule)[kept].sum(1) - own, first.sequence[kept]).to_json(),
-        }
-        for mode, full in modes.items()
-    }
-
-
 class Store:
     """The folder of finished cells."""
 
@@ -242,15 +168,15 @@ class Store:
         if not path.is_file():
             return None
         try:
-            payload = json.loads(path.read_text())
+            payload = read_json(path)
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}): remove it, and it is measured again") from error
-        if payload["cell"] != cell.key:
+            raise ValueError(f"{error}. Remove the file, and it is measured again") from error
+        if payload.get("cell") != cell.key:
             return None
         size = payload["num_sequences"], cell.config.gamma
         counts = torch.tensor(payload.pop("counts"), dtype=torch.float64)
         # nothing is counted without drafts, and an empty list has no shape
-        counts = counts.reshape(*size, -1) if size[1] else counts.new_zeros(*size, 4)
+        counts = counts.reshape(*size, -1) if size[1] else counts.new_zeros(*size, DRAFTED + 1)
         return Outcome(**payload, counts=counts)
 
     def save(self, cell: Cell, outcome: Outcome) -> None:
@@ -270,8 +196,7 @@ def run_cell(
     result = decoder.generate(text.prompts, num_tokens=cell.num_tokens, progress=progress)
     expected = None
     if config.record:
-        texts = [text.prompts[sequence.prompt] + sequence.tokens for sequence in result.sequences]
-        lengths = [len(text.prompts[sequence.prompt]) for sequence in result.sequences]
+        texts, lengths = result.texts(text.prompts)
 
         def forward(attention: str) -> ExpectedAcceptance:
             return expected_acceptance(
@@ -283,7 +208,8 @@ def run_cell(
             )
 
         full = forward(config.attention)
-        expected = _expected_summary(full, result, config.rule)
+        assert result.records is not None
+        expected = expected_summary(full, result.records, config.rule)
         if cell.kind == "main":
             others = {mode: forward(mode) for mode in ATTENTION_MODES if mode != config.attention}
             expected["attention"] = attention_summary({config.attention: full} | others, config.rule)
@@ -296,9 +222,3 @@ def run_cell(
         environment=measured_in,
         expected=expected,
     )
-
-
-def warm_up(subject: Subject, text: Text, config: DecodeConfig) -> None:
-    """The first calls pay for allocations and lazy initialisation: let nothing measured be one of them."""
-    short = replace(config, max_new_tokens=min(8, config.max_new_tokens))
-    SpeculativeDecoder(subject.model, short, vocab_size=subject.vocab_size).generate(text.prompts[: config.batch_size])

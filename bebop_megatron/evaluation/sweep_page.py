@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.report import percent, readings
+from bebop_megatron.evaluation.report import grid, percent, readings
 from bebop_megatron.evaluation.results import EvaluationRow, replacing, shared_setting
 from bebop_megatron.evaluation.speed import Speed, break_even_gamma, verdicts
 from bebop_megatron.evaluation.sweep import Outcome
-
-
-def grid(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a markdown table."""
-    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)] + [""]
 
 
 def shown(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.evaluation.console import is_first, progress_bar
 from bebop_megatron.evaluation.options import check_least, config_of, labels_of, rules_of
 from bebop_megatron.evaluation.results import (
     EvaluationRow,
     describe,
     environment,
     summary_payload,
+    versions,
     write_json,
 )
 from bebop_megatron.evaluation.settings import DecodeConfig
@@ -26,12 +28,11 @@ from bebop_megatron.evaluation.subject import (
     Text,
     check_prompts,
     checkpoint_name,
-    is_first,
     opened,
-    progress_bar,
     read_text,
+    warm_up,
 )
-from bebop_megatron.evaluation.sweep import Cell, Outcome, Plan, Store, run_cell, warm_up
+from bebop_megatron.evaluation.sweep import Cell, Outcome, Plan, Store, run_cell
 from bebop_megatron.evaluation.verify import RULES
 
 TEMPERATURES = [0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3]
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> list[Outcome]:
     plan, labels = plan_of(options), labels_of(options)
     # the CPU platform answers for a GPU once it is entered
     measured_in = environment()
-    text = read_text(options)
+    text = read_text(options, options.prompts)
 
     def config(rule: str, **changes: Any) -> DecodeConfig:
         return config_of(options, rule, stop_tokens=text.stop_tokens, **changes)
@@ -130,7 +131,7 @@ def _run_head(
         warm: set[int] = set()
         for cell, number in zip(cells, counter, strict=False):
             if cell.config.gamma not in warm:
-                warm_up(subject, text, cell.config)
+                warm_up(subject, text.prompts, cell.config)
                 warm.add(cell.config.gamma)
             with progress_bar(f"{number} {cell.title}", cell.num_tokens, options.quiet) as progress:
                 made.append(run_cell(cell, subject, text, measured_in, progress))
@@ -138,7 +139,7 @@ def _run_head(
     return made
 
 
-def row_of(outcome: Outcome, speed: Speed | None, data: str) -> EvaluationRow:
+def row_of(outcome: Outcome, speed: Speed | None) -> EvaluationRow:
     """One line of the table; the speed is that of the `gamma` cells, which alternate with runs without drafts."""
     config, length = outcome.config, outcome.accept_length
     low, high = length.interval()
@@ -153,7 +154,7 @@ def row_of(outcome: Outcome, speed: Speed | None, data: str) -> EvaluationRow:
         top_p=config["top_p"],
         attention=config["attention"],
         filter_draft=config["filter_draft"],
-        data=data,
+        data=outcome.cell["data"],
         accept_rate=outcome.accept_rate.value,
         accept_rate_stderr=outcome.accept_rate.stderr,
         accept_length=length.value,
@@ -188,7 +189,7 @@ def rows_of_outcomes(outcomes: Sequence[Outcome], found: Sequence[Speed]) -> lis
     for (kind, label, rule, gamma, _), rounds in groups.items():
         whole = rounds[0] if len(rounds) == 1 else merged(rounds)
         timed = None if kind == "temperature" else speed.get((label, rule, gamma))
-        rows.append(row_of(whole, timed, whole.cell["data"]))
+        rows.append(row_of(whole, timed))
     return rows
 
 
@@ -198,12 +199,8 @@ def caption_of(outcomes: Sequence[Outcome], *, without: Sequence[str] = ()) -> s
     shared = {name: outcomes[0].config[name] for name in names if name not in without}
     shared["data"] = outcomes[0].cell["data"]
     heads = dict.fromkeys(f"{outcome.cell['label']}: {outcome.cell['checkpoint']}" for outcome in outcomes)
-    measured_in = outcomes[0].environment
-    commit = f", commit {measured_in['commit']}" if "commit" in measured_in else ""
-    return (
-        f"{describe(shared)}. {'; '.join(heads)}. bebop-megatron {measured_in.get('bebop-megatron', '')}{commit}, "
-        f"{measured_in['date']}. Bars: 95% intervals, texts as units."
-    )
+    measured_in = versions(outcomes[0].environment)
+    return f"{describe(shared)}. {'; '.join(heads)}. {measured_in}. Bars: 95% intervals, texts as units."
 
 
 def figures(outcomes: Sequence[Outcome], found: Sequence[Speed], folder: Path) -> dict[str, str]:

@@ -123,14 +123,6 @@ def _following_weights(p: Tensor, q: Tensor | None, y: Tensor, num_accepted: Ten
     return torch.where(rejected[:, None], residual, weights)
 
 
-def expected_accept_length(alpha: Tensor) -> Tensor:
-    """1 + E[L]: expected tokens per verification, from the acceptance of each step given the steps before it.
-
-    Shape: alpha [..., gamma] -> [...].
-    """
-    return 1 + alpha.cumprod(-1).sum(-1)
-
-
 def _check_shapes(
     target_probs: Tensor,
     draft_probs: Tensor | None,

@@ -95,20 +95,28 @@ def damage_named(folder: str | Path) -> Iterator[None]:
         raise ValueError(f"a file of the checkpoint {folder} is damaged: {cause or type(cause).__name__}") from error
 
 
+def _damage(file: Path, end: int) -> str | None:
+    """What is wrong with a file that should be `end` bytes long and begin as torch writes it."""
+    if not file.is_file():
+        return f"{file.name} is missing"
+    size = file.stat().st_size
+    if size < end:
+        return f"{file.name} has {size:,} bytes of {end:,}"
+    with file.open("rb") as opened:
+        # every part of a file is an archive of torch.save
+        return None if opened.read(4) == b"PK\x03\x04" else f"{file.name} begins with other bytes than were written"
+
+
 def require_whole_files(folder: Path, description: Any) -> None:
-    """See that every file of a checkpoint is there and as long as its description says; no byte of them is read.
+    """See that every file of a checkpoint is there and as long as its description says; four bytes of each are read.
 
     Raises:
-        ValueError: the files that are missing or cut short.
+        ValueError: the files that are missing, cut short or overwritten at their head.
     """
     ends: dict[str, int] = {}
     for info in (description.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    wrong = []
-    for name, end in sorted(ends.items()):
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size is None or size < end:
-            wrong.append(f"{name} is missing" if size is None else f"{name} has {size:,} bytes of {end:,}")
+    wrong = [said for name, end in sorted(ends.items()) if (said := _damage(folder / name, end))]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(f"the checkpoint {folder} is damaged: {'; '.join(wrong[:5])}{more}. Go back to an earlier one")
@@ -118,7 +126,7 @@ def require_whole(root: str | Path) -> None:
     """Refuse a damaged checkpoint before anything is built; other formats than `torch_dist` are Megatron's to check.
 
     Raises:
-        ValueError: its description cannot be read, a file is missing or cut short.
+        ValueError: its description cannot be read, a file is missing, cut short or overwritten at its head.
     """
     folder = latest_iteration_dir(root)
     if (folder / ".metadata").is_file():

@@ -173,12 +173,16 @@ RESHARDABLE = frozenset({"fully_reshardable", "fully_sharded_model_space", "fsdp
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """How a checkpoint was cut: sizes, the distributed optimizer's format if it has one, rows of the padded LM head."""
+    """How a checkpoint was cut: sizes, the distributed optimizer's format if it has one, rows of the padded LM head.
+
+    `schedule` is the state of Megatron's learning rate schedule, where the checkpoint has one.
+    """
 
     tensor: int
     pipeline: int
     optimizer: str | None
     padded_vocab: int | None = None
+    schedule: dict[str, Any] | None = None
 
 
 def _common_state(folder: Path) -> dict[str, Any]:
@@ -214,6 +218,7 @@ def checkpoint_layout(folder: Path) -> SavedLayout | None:
         args.pipeline_model_parallel_size,
         metadata.get("distrib_optim_sharding_type") if sharded else None,
         getattr(args, "padded_vocab_size", None),
+        common.get("opt_param_scheduler"),
     )
 
 

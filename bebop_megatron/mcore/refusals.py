@@ -103,11 +103,56 @@ def _check_vocabulary(args: Any, checkpoint: Path, saved: compat.SavedLayout) ->
     )
 
 
-def check_resharding(args: Any, checkpoint: Path | None) -> None:
+def _planned_schedule(args: Any) -> dict[str, tuple[str, Any]]:
+    """What Megatron will set its learning rate schedule to, by the names in its state: -> (flags, value).
+
+    Lengths are in samples, as Megatron counts them.
+    """
+    batch = args.global_batch_size
+    decay = (args.lr_decay_iters or args.train_iters) * batch
+    fraction = args.lr_warmup_fraction
+    return {
+        "max_lr": ("--lr", args.lr),
+        "min_lr": ("--min-lr", args.min_lr),
+        "lr_warmup_steps": (
+            "warm-up, --lr-warmup-iters or --lr-warmup-fraction",
+            args.lr_warmup_iters * batch if fraction is None else fraction * decay,
+        ),
+        "lr_decay_steps": ("length, --lr-decay-iters or else --train-iters", decay),
+        "lr_decay_style": ("--lr-decay-style", args.lr_decay_style),
+        "start_wd": ("--start-weight-decay or --weight-decay", args.start_weight_decay),
+        "end_wd": ("--end-weight-decay or --weight-decay", args.end_weight_decay),
+        "wd_incr_steps": ("length of the weight decay, --train-iters", args.train_iters * batch),
+        "wd_incr_style": ("--weight-decay-incr-style", args.weight_decay_incr_style),
+    }
+
+
+def _check_schedule(args: Any, checkpoint: Path, saved: compat.SavedLayout) -> None:
+    # Megatron takes the schedule up only from --load; runs counted in samples are left to its own assertion
+    resumes = args.load is not None and checkpoint == Path(args.load) and not (args.finetune or args.no_load_optim)
+    if not resumes or saved.schedule is None or not args.train_iters:
+        return
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+        return
+    wrong = [
+        f"{flags}: {saved.schedule[name]} there, {value} here"
+        for name, (flags, value) in _planned_schedule(args).items()
+        if name in saved.schedule and saved.schedule[name] != value
+    ]
+    if wrong:
+        raise ValueError(
+            f"{checkpoint} was trained under another schedule of learning rate and weight decay (lengths in samples): "
+            f"{'; '.join(wrong)}. Give --override-opt-param-scheduler to go on under the new one, or "
+            "--use-checkpoint-opt-param-scheduler to keep the old one"
+        )
+
+
+def check_resuming(args: Any, checkpoint: Path | None) -> None:
     """Refuse a checkpoint that this layout would read without an error of Megatron's, or with one after minutes.
 
     Raises:
-        ValueError: a flat optimizer state under another tensor or pipeline size; a vocabulary padded differently.
+        ValueError: a flat optimizer state under another tensor or pipeline size; a vocabulary padded differently;
+            another schedule of the learning rate.
     """
     if checkpoint is None:
         return
@@ -115,6 +160,7 @@ def check_resharding(args: Any, checkpoint: Path | None) -> None:
     if saved is not None:
         _check_optimizer(args, checkpoint, saved)
         _check_vocabulary(args, checkpoint, saved)
+        _check_schedule(args, checkpoint, saved)
 
 
 # what a checkpoint's tensors have their shapes from; how the run trains them may change
@@ -165,4 +211,4 @@ def check_arguments(args: Any, config: Any, checkpoint: Path | None) -> None:
         check_config(config)
     if checkpoint is not None:
         check_same_model(args, compat.saved_arguments(latest_iteration_dir(checkpoint)))
-    check_resharding(args, checkpoint)
+    check_resuming(args, checkpoint)

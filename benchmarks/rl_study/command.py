@@ -88,10 +88,12 @@ def main(argv: list[str] | None = None) -> None:
     """Run what is missing, then report."""
     args = _parse(argv)
     from bebop_megatron.evaluation.results import environment, write_json
+    from bebop_megatron.outputs import check_writable
 
     # the CPU platform answers for a GPU once it is entered
     measured_in = environment()
     try:
+        check_writable(args.output, "--output", is_folder=True)
         study = RLStudy(args.output.resolve(), QUICK if args.quick else STRESS if args.stress else FULL)
     except ValueError as error:
         sys.exit(f"error: {error}")

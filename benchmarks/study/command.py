@@ -104,12 +104,14 @@ def main(argv: list[str] | None = None) -> None:
     args = _parse(argv)
     args.output = args.output or ROOT / "runs" / ("study-quick" if args.quick else "study")
     from bebop_megatron.evaluation.results import environment, write_json
+    from bebop_megatron.outputs import check_writable
     from benchmarks.study.results import write_results
     from benchmarks.study.runner import Runner
 
     # the CPU platform answers for a GPU once it is entered
     measured_in = environment()
     try:
+        check_writable(args.output, "--output", is_folder=True)
         gsm8k = gsm8k_file(args.gsm8k)
         domains = _domains(args, gsm8k)
         study = Study(args.output.resolve(), QUICK if args.quick else FULL, domains, gsm8k and gsm8k.resolve())

@@ -193,10 +193,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not options.vllm_python.is_file():
         sys.exit(f"error: {options.vllm_python} does not exist: make vllm-check installs vLLM, or give --vllm-python")
     from bebop_megatron.evaluation.results import environment, write_json
+    from bebop_megatron.outputs import check_writable
 
     measured_in, rows, seen = environment(), [], {}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
+        check_writable(options.output, "--output", is_folder=True)
         check = Check(options)
         check.train()
         check.results.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """The same launch through NeMo-Run: `python examples/cluster/nemo_run.py LAUNCH_SCRIPT`, from a login node.
 
-NeMo-Run (`pip install nemo-run`) writes the batch script, packs the working tree, and submits. Fill in the
-four names of your cluster; CKPT, ADAPTED, DATA and TOKENIZER and CONTAINER are taken from the
-environment.
+NeMo-Run (`pip install nemo-run`) writes the batch script, packs the working tree, and submits. Fill in the four names
+of your cluster; CKPT, ADAPTED, DATA, TOKENIZER and CONTAINER are taken from the environment.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from bebop_megatron.convert.__main__ import main
 from bebop_megatron.mcore.torch_dist import TorchDistReader, TorchDistWriter
 from tests.bridges import models
 from tests.bridges.conftest import quiet
+from tests.forks import run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,15 +108,9 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(folders, tmp_
 
 
 def test_a_killed_conversion_leaves_only_a_partial_folder_that_the_next_one_replaces(folders, tmp_path):
-    program = (
-        "import os, sys; from bebop_megatron.mcore import torch_dist as t; add, n = t.TorchDistWriter.add, []\n"
-        "def die(self, *a): n.append(1); return os.kill(os.getpid(), 9) if len(n) == 9 else add(self, *a)\n"
-        "t.TorchDistWriter.add = die\n"
-        "from bebop_megatron.convert.__main__ import main; main(sys.argv[1:])"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", program, "import", "--hf", str(folders / "qwen3")]
-    done = subprocess.run([*command, "--output", str(tmp_path / "out")], cwd=ROOT, check=False, capture_output=True)
-    assert done.returncode == -9, done.stderr
+    command = ["import", "--hf", str(folders / "qwen3"), "--output", str(tmp_path / "out")]
+    done = run_module("tests.bridges.killed_process", *command)
+    assert done.returncode == -9, done.output
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
     assert not (tmp_path / ".out.partial" / "latest_checkpointed_iteration.txt").exists()
     import_checkpoint(folders / "qwen3", tmp_path / "out", note=quiet)
@@ -145,7 +140,8 @@ def _cut(path: Path) -> None:
     [
         ("release/__0_0.distcp", _cut, "__0_0.distcp has 3,000 bytes of"),
         ("release/__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
-        ("release/__0_0.distcp", lambda path: _flip(path, 2), "its file is damaged"),
+        ("release/__0_0.distcp", lambda path: _flip(path, 2), "begins with other bytes than were written"),
+        ("release/__0_0.distcp", lambda path: _flip(path, 80), "its file is damaged"),
         ("release/.metadata", _cut, "cannot be read, is it damaged"),
         ("release/.metadata", lambda path: _flip(path, 30), "cannot be read, is it damaged"),
         ("latest_checkpointed_iteration.txt", lambda path: path.write_text(""), "should hold a number or release"),

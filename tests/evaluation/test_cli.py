@@ -10,8 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -25,7 +23,6 @@ from bebop_megatron.evaluation.measure import configs_of
 from bebop_megatron.evaluation.prompts import read_prompts
 from bebop_megatron.evaluation.results import load_rows
 from tests.forks import Run, run_module
-from tests.launch import ROOT
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")
 
@@ -84,23 +81,7 @@ def test_tensor_parallel_processes_measure_what_one_process_does(checkpoint, pro
 @on_cpu
 @pytest.mark.dist
 def test_loaded_model_is_the_trained_one(checkpoint):
-    code = (
-        "import sys; from bebop_megatron.evaluation.loading import load_model\n"
-        "loaded = load_model(sys.argv[1]); model, config = loaded.model, loaded.model.config\n"
-        "from tests.test_pretrain import tensors\n"
-        "saved = tensors(sys.argv[1])\n"
-        "assert (config.layernorm_epsilon, config.qk_layernorm, model.rotary_base) == (1e-3, True, 5000)\n"
-        "assert (loaded.args.vocab_size, loaded.padded_vocab_size, loaded.vocab_padding) == (95, 128, 128)\n"
-        "import torch\n"
-        "own = dict(model.named_parameters())\n"
-        "assert torch.equal(own['mtp.layers.0.eh_proj.weight'], saved['mtp.layers.0.eh_proj.weight'])\n"
-        "assert torch.equal(own['output_layer.weight'], saved['output_layer.weight'])\n"
-        "assert not model.training\n"
-        "print('ok')\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code, checkpoint]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
-    assert done.stdout.strip().endswith("ok"), done.stderr[-3000:]
+    assert run_module("tests.evaluation.loaded_process", checkpoint).succeeded().strip().endswith("ok")
 
 
 @on_cpu

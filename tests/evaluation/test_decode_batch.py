@@ -219,7 +219,7 @@ def test_vocabulary_larger_than_the_model_is_refused(model):
 def test_standard_error_takes_sequences_as_units():
     counts = torch.zeros(4, 1, 5, dtype=torch.float64)
     counts[:, 0, 0], counts[:, 0, 1] = 10, torch.tensor([10.0, 10.0, 0.0, 0.0])
-    result = GenerationResult(sequences=[], counts=counts, seconds=1.0, prefill_seconds=0.0)
+    result = GenerationResult(sequences=[], counts=counts, seconds=1.0)
     # four independent values 1, 1, 0, 0 of a mean, not forty
     assert result.accept_length == 1.5
     assert result.accept_length_error == pytest.approx((1 / 3) ** 0.5 / 2)

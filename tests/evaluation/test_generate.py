@@ -129,8 +129,11 @@ def test_a_file_of_other_settings_or_of_another_kind_is_not_continued(run, tmp_p
         with pytest.raises(SystemExit, match=message):
             run(tmp_path / "out.jsonl", *flags)
     (tmp_path / "foreign.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(SystemExit, match=r"foreign.jsonl.settings.json is not"):
-        run(tmp_path / "foreign.jsonl")
+    for settings, message in ((None, "is not: choose"), ("{", "is no JSON"), ("{}", "was not written by this command")):
+        if settings is not None:
+            (tmp_path / "foreign.jsonl.settings.json").write_text(settings)
+        with pytest.raises(SystemExit, match=rf"foreign.jsonl.settings.json {message}"):
+            run(tmp_path / "foreign.jsonl")
 
 
 def test_tokens_in_tokens_out_without_a_tokenizer(run, tmp_path, folder):

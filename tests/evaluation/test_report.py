@@ -13,20 +13,16 @@ from dataclasses import replace
 
 import pytest
 
-from bebop_megatron.evaluation.report import (
+from bebop_megatron.evaluation.figure import plot_acceptance
+from bebop_megatron.evaluation.report import main, print_table, readings, table, write_markdown
+from bebop_megatron.evaluation.results import (
     EvaluationRow,
     environment,
     load_rows,
-    main,
-    plot_acceptance,
-    print_table,
-    readings,
+    replacing,
     summary_payload,
-    table,
     write_json,
-    write_markdown,
 )
-from bebop_megatron.evaluation.results import replacing
 
 
 def make_row(loss: str = "tv", rule: str = "rejection", rate: float = 0.5, **changes) -> EvaluationRow:
@@ -94,7 +90,7 @@ def test_rows_take_from_their_file_what_they_lack(tmp_path):
 
 @pytest.mark.parametrize(
     ("payload", "message"),
-    [([], "no evaluation"), ({"results": [{"loss": "tv"}]}, "lacks accept_length, accept_rate,")],
+    [([], "no object"), ({}, "no evaluation"), ({"results": [{"loss": "tv"}]}, "lacks accept_length, accept_rate,")],
 )
 def test_a_file_that_is_no_evaluation_is_named(tmp_path, payload, message):
     (tmp_path / "a.json").write_text(json.dumps(payload))

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,18 +16,18 @@ import torch
 from bebop_megatron.entropy import EntropyCurve
 from bebop_megatron.evaluation import DecodeConfig
 from bebop_megatron.evaluation.__main__ import main, parser
-from bebop_megatron.evaluation.entropy_report import Point, from_log, from_results, over_time
+from bebop_megatron.evaluation.entropy_points import Point, from_log, from_results, over_time
 from bebop_megatron.evaluation.options import config_of, labels_of
 from bebop_megatron.evaluation.results import load_rows
 from bebop_megatron.evaluation.speed import break_even_gamma, speeds, verdicts
 from bebop_megatron.evaluation.sweep import Cell, Outcome, Plan, Store
 from bebop_megatron.evaluation.sweep_report import plan_of, write_report
-from tests.launch import ROOT
+from tests.forks import run_module
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")
 PLAN = Plan(["rejection", "target-only"], [0.5, 1.0], [1, 2], 2, 600, 300, 200)
 SIZES = ["--prompt-tokens", "6", "--max-new-tokens", "16", "--num-tokens", "320", "--sweep-tokens", "160"]
-SIZES += ["--speed-tokens", "96", "--sweep-gammas", "1", "2", "--sweep-temperatures", "0.5", "--rounds", "2", "--quiet"]
+SIZES += ["--speed-tokens", "96", "--sweep-gammas", "2", "--sweep-temperatures", "0.5", "--rounds", "2", "--quiet"]
 
 
 def cells(label: str = "tv") -> list[Cell]:
@@ -49,7 +46,7 @@ def curve(seed: int) -> list[float]:
 
 def outcome(cell: Cell, speed: float = 100.0, sequences: int = 12) -> Outcome:
     gamma = cell.config.gamma
-    counts = torch.zeros(sequences, gamma, 4, dtype=torch.float64)
+    counts = torch.zeros(sequences, gamma, 5, dtype=torch.float64)
     for step in range(gamma):
         counts[:, step, 0] = 10 * 0.6**step
         counts[:, step, 1] = 10 * 0.6 ** (step + 1) + torch.arange(sequences) % 2 * 0.1
@@ -125,7 +122,13 @@ def test_a_cell_comes_back_from_its_file_and_only_for_the_same_settings(tmp_path
     store.save(alone, outcome(alone))
     again = store.load(alone)
     assert again is not None
-    assert again.counts.shape == (12, 0, 4)
+    assert again.counts.shape == (12, 0, 5)
+    # another program's file is measured anew, half a file is named
+    (tmp_path / cell.file).write_text("{}")
+    assert store.load(cell) is None
+    (tmp_path / cell.file).write_text("{")
+    with pytest.raises(ValueError, match=r"main-tv-.*\.json is no JSON: .*Remove the file"):
+        store.load(cell)
 
 
 def timed(ratio_of, label="tv"):
@@ -274,45 +277,20 @@ def test_a_training_log_is_read_and_split(tmp_path, capsys):
     assert "either --prompts" in str(stop.value)
 
 
-CODE = """
-import json, pathlib, sys
-from bebop_megatron.evaluation.__main__ import main
-checkpoint, prompts, out, *sizes = sys.argv[1:]
-out = pathlib.Path(out)
-heads = ["--load", checkpoint, "--label", "a", "--load", checkpoint + "@12", "--label", "b", "--prompts", prompts]
-main([*heads, "--report", str(out), *sizes])
-def times():
-    return {path.name: path.stat().st_mtime_ns for path in (out / "cells").iterdir()}
-before = times()
-removed = sorted(before)[3]
-(out / "cells" / removed).unlink()
-(out / "report.md").unlink()
-main([*heads, "--report", str(out), *sizes])
-after = times()
-assert before.keys() == after.keys()
-assert [name for name in before if before[name] != after[name]] == [removed]
-main(["entropy", *heads, "--in-time", "--report", str(out / "entropy"), *sizes[:6], "--quiet"])
-main(["entropy", *heads[:4], "--text", prompts, "--report", str(out / "given"), "--rule", "rejection", "--quiet"])
-print("done")
-"""
-
-
 @on_cpu
 @pytest.mark.dist
 def test_the_command_reports_resumes_and_compares(checkpoint, prompts, tmp_path):
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", CODE, checkpoint, prompts, str(tmp_path), *SIZES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False)
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+    done = run_module("tests.evaluation.report_process", checkpoint, prompts, str(tmp_path), *SIZES)
+    assert done.succeeded().strip().endswith("done")
     rows = load_rows(tmp_path / "results.json")
-    assert len(rows) == 2 * (2 + 2 + 4)
+    assert len(rows) == 2 * (2 + 2 + 2)
     payload = json.loads((tmp_path / "results.json").read_text())
     for found in payload["full_forward"]:
         # the decoder and the full forward pass agree at every step
         assert all(step["worst"] < 4.5 for step in found["steps"])
         difference = found["difference"]
         assert abs(difference["value"]) <= 4 * difference["stderr"]
-    assert len(payload["speed"]) == 8
+    assert len(payload["speed"]) == 4
     assert {row.checkpoint.rpartition(" at ")[2] for row in rows} == {"iteration 12"}
     split = json.loads((tmp_path / "entropy" / "entropy.json").read_text())
     assert [change["rule"] for change in split["over_time"]] == ["rejection", "target-only"]

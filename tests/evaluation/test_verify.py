@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bebop_megatron.evaluation.filters import filtered_probs, sample
-from bebop_megatron.evaluation.verify import RULES, Verification, expected_accept_length, verify
+from bebop_megatron.evaluation.verify import RULES, Verification, verify
 
 SAMPLES = 200_000
 GAMMA = 2
@@ -344,11 +344,6 @@ def test_inputs_are_left_alone():
     for rule in RULES:
         verify(p, q, drafts, rule, torch.tensor([0, 1, 2, 2]))
     assert all(torch.equal(x, y) for x, y in zip((p, q, drafts), before, strict=True))
-
-
-def test_expected_accept_length_is_one_plus_the_prefix_products():
-    alpha = torch.tensor([[0.5, 0.5, 0.4], [0.9, 0.0, 1.0]])
-    torch.testing.assert_close(expected_accept_length(alpha), torch.tensor([1 + 0.5 + 0.25 + 0.1, 1.9]))
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ def arguments(monkeypatch, saved, **settings):
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "padded_vocab_size": 128,
+        "load": None,
     }
     return argparse.Namespace(**(base | settings))
 
@@ -115,9 +116,9 @@ def test_flat_optimizer_state_is_not_cut_anew(monkeypatch, tmp_path, kind, tenso
     args = arguments(monkeypatch, compat.SavedLayout(1, 1, kind), tensor_model_parallel_size=tensor)
     if refused:
         with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
-            refusals.check_resharding(args, tmp_path)
+            refusals.check_resuming(args, tmp_path)
     else:
-        refusals.check_resharding(args, tmp_path)
+        refusals.check_resuming(args, tmp_path)
 
 
 def test_checkpoint_of_another_model_is_refused_with_every_flag_that_differs():
@@ -132,5 +133,57 @@ def test_vocabulary_padded_differently_is_refused_with_the_flag_that_keeps_it(mo
     saved = compat.SavedLayout(1, 1, None, padded_vocab=128)
     args = arguments(monkeypatch, saved, tensor_model_parallel_size=2, padded_vocab_size=256)
     with pytest.raises(ValueError, match="--make-vocab-size-divisible-by 64"):
-        refusals.check_resharding(args, tmp_path)
-    refusals.check_resharding(arguments(monkeypatch, saved, tensor_model_parallel_size=2), tmp_path)
+        refusals.check_resuming(args, tmp_path)
+    refusals.check_resuming(arguments(monkeypatch, saved, tensor_model_parallel_size=2), tmp_path)
+
+
+SCHEDULE = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_warmup_steps": 8,
+    "lr_decay_steps": 80,
+    "lr_decay_style": "cosine",
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_steps": 80,
+    "wd_incr_style": "constant",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"train_iters": 40}, r"--train-iters: 80 there, 160 here; .*--override-opt-param-scheduler"),
+        ({"lr": 2e-3}, r"--lr: 0\.001 there, 0\.002 here"),
+        ({"train_iters": 40, "lr_decay_iters": 20}, r"length of the weight decay, --train-iters: 80 there, 160 here\."),
+        ({"train_iters": 40, "override_opt_param_scheduler": True}, None),
+        ({"train_iters": 40, "use_checkpoint_opt_param_scheduler": True}, None),
+        ({"train_iters": 40, "no_load_optim": True}, None),
+        # it starts from there, it does not go on from there
+        ({"train_iters": 40, "load": "elsewhere"}, None),
+    ],
+)
+def test_another_learning_rate_schedule_is_refused_with_the_flag_that_means_it(monkeypatch, tmp_path, changed, message):
+    flags = {
+        "load": str(tmp_path),
+        "train_iters": 20,
+        "global_batch_size": 4,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "lr_decay_iters": None,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 2,
+        "lr_warmup_fraction": None,
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.1,
+        "weight_decay_incr_style": "constant",
+        "override_opt_param_scheduler": False,
+        "use_checkpoint_opt_param_scheduler": False,
+    }
+    args = arguments(monkeypatch, compat.SavedLayout(1, 1, None, schedule=SCHEDULE), **(flags | changed))
+    if message is None:
+        refusals.check_resuming(args, tmp_path)
+    else:
+        with pytest.raises(ValueError, match=message):
+            refusals.check_resuming(args, tmp_path)
