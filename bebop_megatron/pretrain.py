@@ -107,6 +107,7 @@ def prepare(args: Any, config: Any) -> None:
     from bebop_megatron.config import AttentionConfig, FreezeConfig, MetricsConfig, ObjectiveConfig
     from bebop_megatron.mcore import attach
     from bebop_megatron.mcore.arguments import config_from_args
+    from bebop_megatron.mcore.compat import write_checkpoints_in_process
     from bebop_megatron.mcore.freeze_checks import check_freezing, schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
     from bebop_megatron.mcore.freeze_state import follow_schedule
@@ -120,6 +121,8 @@ def prepare(args: Any, config: Any) -> None:
     freezing = config_from_args(FreezeConfig, args)
     metrics = config_from_args(MetricsConfig, args)
     check_arguments(args, config.transformer, _starting_checkpoint(args))
+    if not args.async_save:
+        write_checkpoints_in_process()
     attach(config.transformer, objective, vocab_size=get_tokenizer().vocab_size, metrics=metrics)
     attention = config_from_args(AttentionConfig, args).mode
     keep_best = start_metrics(config.transformer, args, attention)
