@@ -137,6 +137,7 @@ def prepare(args: Any, config: Any) -> None:
     """
     from megatron.training import get_tokenizer
 
+    from bebop_megatron.mcore.compat import write_checkpoints_in_process
     from bebop_megatron.mcore.flags import Flags
     from bebop_megatron.mcore.freeze_checks import schedule_change
     from bebop_megatron.mcore.freeze_install import install_freezing_loop, prepare_chunks
@@ -147,6 +148,8 @@ def prepare(args: Any, config: Any) -> None:
     flags, checkpoint = Flags.of(args), _starting_checkpoint(args)
     freezing, schedule = flags.freezing, flags.freezing.parsed_schedule
     flags.apply(args, config, get_tokenizer().vocab_size, checkpoint)
+    if not args.async_save:
+        write_checkpoints_in_process()
     keep_best = start_metrics(config.transformer, args, flags.attention.mode)
     install_training_loop(flags.objective, flags.metrics, keep_best)
     change = schedule_change(schedule, freezing, args)

@@ -12,38 +12,12 @@ BACKBONE_STEPS=${BACKBONE_STEPS:-700}
 HEAD_STEPS=${HEAD_STEPS:-150}
 RL_STEPS=${RL_STEPS:-100}
 DATA=$OUT/data
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-export PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
-mkdir -p "$OUT/logs"
-
-stage() { printf '\n== %s\n' "$1"; }
-
-MODEL="--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention
-  --num-query-groups 2 --kv-channels 32 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear
-  --position-embedding-type rope --seq-length 64 --max-position-embeddings 256
-  --mtp-num-layers 3 --mtp-use-repeated-layer --hidden-dropout 0 --attention-dropout 0"
-RUN="--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
-  --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
-  --no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --exit-signal-handler
-  --micro-batch-size 16 --global-batch-size 16 --log-interval 20 --save-interval 100 --eval-interval 100000 --eval-iters 1"
-
-# train NAME STEPS FLAGS...: Megatron's loop through our entry point, unless the checkpoint is already complete
-train() {
-  local name=$1 steps=$2
-  shift 2
-  if [ "$(cat "$OUT/$name/latest_checkpointed_iteration.txt" 2>/dev/null)" = "$steps" ]; then
-    echo "  $OUT/$name is complete"
-    return
-  fi
-  # shellcheck disable=SC2086
-  torchrun --standalone --nproc-per-node 1 -m bebop_megatron.pretrain $MODEL $RUN --mtp-attention chain \
-    --train-iters "$steps" --data-path "$DATA/corpus" --split 99,1,0 --data-cache-path "$DATA/cache" \
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA/tokenizer" \
-    --save "$OUT/$name" --load "$OUT/$name" "$@" >>"$OUT/logs/$name.log" 2>&1 ||
-    { echo "error: training $name failed; see $OUT/logs/$name.log" >&2; exit 1; }
-  grep -oE 'iteration +[0-9]+/ +[0-9]+ |lm loss: [0-9.E+-]+|mtp [^|]*loss: [0-9.E+-]+' "$OUT/logs/$name.log" |
-    tail -n 3 | paste -sd' ' | sed 's/^/  /'
-}
+# shellcheck source=examples/cpu_training.sh
+source examples/cpu_training.sh
+# as long as the longest document: each sample then begins with its question, as a rollout does
+MODEL+=" --seq-length 64 --max-position-embeddings 256"
+# later drafts see in training what they see when they are decoded
+RUN+=" --log-interval 50 --save-interval 100 --mtp-attention chain"
 
 stage "data: written-out sums, some steps of which are wrong"
 [ -e "$DATA/corpus.idx" ] ||
@@ -51,11 +25,12 @@ stage "data: written-out sums, some steps of which are wrong"
     --output "$DATA"
 
 stage "backbone with a warm MTP head (cross entropy), $BACKBONE_STEPS steps"
-train backbone "$BACKBONE_STEPS" --mtp-loss ce --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08
+train backbone "$BACKBONE_STEPS" "$DATA/corpus" "$DATA/tokenizer" \
+  --mtp-loss ce --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08
 
 stage "MTP head on the end-to-end TV loss, backbone frozen, $HEAD_STEPS steps"
-train tv "$HEAD_STEPS" --pretrained-checkpoint "$OUT/backbone" --mtp-loss tv --mtp-freeze-schedule backbone \
-  --lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0.03
+train tv "$HEAD_STEPS" "$DATA/corpus" "$DATA/tokenizer" --pretrained-checkpoint "$OUT/backbone" \
+  --mtp-loss tv --mtp-freeze-schedule backbone --lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0.03
 
 stage "GRPO, $RL_STEPS steps: one worker decodes while the learner trains"
 OMP_NUM_THREADS=1 python -m bebop_megatron.rl --load "$OUT/tv" --task "$TASK" --tokenizer "$DATA/tokenizer" \

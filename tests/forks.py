@@ -8,13 +8,13 @@ import runpy
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 
 from bebop_megatron.launcher import free_port, rank_environment
+from benchmarks.forked import work_and_exit
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.preload"])
@@ -46,27 +46,10 @@ class Run:
 def _main(module: str, arguments: Sequence[str], environment: dict[str, str], folder: str, streams: str) -> None:
     os.environ |= environment
     os.chdir(folder)
-    for handle, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{streams}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
-    code = 1
-    try:
-        sys.argv = [module, *arguments]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-        if code and not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - the test must hear of whatever ended the run
-        traceback.print_exc()
-    finally:
-        # the checkpoint writer's process does not notice an exit that skips the interpreter's own
-        for writer in multiprocessing.active_children():
-            writer.terminate()
-            writer.join()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    sys.argv = [module, *arguments]
+    work_and_exit(
+        lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), f"{streams}/stdout", f"{streams}/stderr"
+    )
 
 
 def run_module(module: str, *arguments: str, processes: int = 0, timeout: float = 300, **environment: str) -> Run:

@@ -37,6 +37,7 @@ from benchmarks.rl_study.results import (
 )
 from benchmarks.rl_study.tables import readings, tables
 from benchmarks.study.jobs import DONE
+from benchmarks.study.publish import measured_block
 
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURE = ROOT / "tests/fixtures/rl_study"
@@ -71,9 +72,9 @@ def step_of(arm: str, seed: int, step: int) -> dict[str, float | int | None]:
     }
 
 
-def fill(output: Path) -> RLStudy:
-    """A finished study of four arms, two seeds and twelve steps."""
-    size = replace(FULL, steps=12, arms=tuple(STEP_SECONDS))
+def fill(output: Path, size: plan.Size = FULL) -> RLStudy:
+    """A finished study of four arms or fewer, two seeds and twelve steps."""
+    size = replace(size, steps=12, arms=tuple(arm for arm in STEP_SECONDS if arm in size.arms))
     study = RLStudy(output, size, running=True)
     for cell in study.cells:
         folder = study.cell(cell)
@@ -252,6 +253,10 @@ def test_tables_and_figures_of_what_is_there(tmp_path):
         f"{name}.{kind}" for name in ("acceptance", "reward", "time", "trace") for kind in ("png", "svg")
     }
     assert all(file.stat().st_size > 5_000 for file in files)
+    # -0.5 against 0 per nat, over entropies of 0.6 (steps 0 to 4) to 0.975 (8 to 11)
+    assert said[0].startswith("Entropy went from 0.60 to 0.97 nats (rs-ce) and 0.60 to 0.97 nats (rs-tv-frozen).")
+    assert "-0.50 ± 0.00 per nat with the CE head, " in said[0]
+    assert said[0].endswith("which are told apart.")
     # one arm alone is a study, too
     alone = [row for row in rows if row["arm"] == BASELINE]
     assert tables(alone)
@@ -271,27 +276,32 @@ def test_publishing_fills_the_block_of_the_document(tmp_path):
     assert files[0].name == "rl-study-a-cpu-2-cores-2026-01-02.json"
     assert len(data["results"]) == 96
     text = (root / "docs/rl.md").read_text()
-    assert block(data, files[0].stem) in text
-    assert "Not measured yet" not in text
+    assert measured_block(text) == (files[0].stem, block(data, files[0].stem))
     for name in data["figures"]:
         assert (root / "benchmarks/figures" / f"{files[0].stem}-{name}.png").is_file()
         assert f"{files[0].stem}-{name}.png" in text
+    # the stress has a block of its own, and leaves the other alone
+    stress = fill(tmp_path / "stress", STRESS)
+    (stress.output / "environment.json").write_text(json.dumps(where))
+    files = publish(stress, root, "stress")
+    assert files[0].name == "rl-study-stress-a-cpu-2-cores-2026-01-02.json"
+    both = (root / "docs/rl.md").read_text()
+    data = json.loads(files[0].read_text())
+    assert measured_block(both, "stress") == (files[0].stem, block(data, files[0].stem))
+    assert measured_block(both) == measured_block(text)
+    assert data["figures"] == ["acceptance", "reward"]
 
 
-def test_the_document_says_what_its_data_say():
-    import re
-
-    found = re.search(
-        r"<!-- study:begin (\S*) ?-->\n(.*?)\n<!-- study:end -->", (ROOT / "docs/rl.md").read_text(), re.S
-    )
-    assert found
-    if not found[1]:
-        assert found[2] == "Not measured yet."
+@pytest.mark.parametrize(("marker", "size"), [("study", FULL), ("stress", STRESS)])
+def test_the_document_says_what_its_data_say(marker, size):
+    name, text = measured_block((ROOT / "docs/rl.md").read_text(), marker)
+    if not name:
+        assert text == "Not measured yet."
         return
-    data = json.loads((ROOT / "benchmarks/data" / f"{found[1]}.json").read_text())
-    assert found[2] == block(data, found[1])
+    data = json.loads((ROOT / "benchmarks/data" / f"{name}.json").read_text())
+    assert text == block(data, name)
     arms = {(row["arm"], row["seed"]) for row in data["results"]}
-    assert arms == {(cell.arm.name, cell.seed) for cell in plan.cells(FULL)}
+    assert arms == {(cell.arm.name, cell.seed) for cell in plan.cells(size)}
     assert all(set(SCHEMA) <= row.keys() and math.isfinite(row["reward"]) for row in data["results"])
 
 

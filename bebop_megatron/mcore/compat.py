@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import queue
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,17 @@ def have_transformer_engine() -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return HAVE_TE
+
+
+def write_checkpoints_in_process() -> None:
+    """Spare the process that Megatron starts at the first save, seconds long, to serve a queue between processes.
+
+    A save that is not asynchronous writes in threads of the process that asks for it.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multithread"):
+        filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # optimizer formats that another tensor or pipeline size can read

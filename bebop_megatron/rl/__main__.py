@@ -5,40 +5,37 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bebop_megatron.outputs import check_writable, reason
 from bebop_megatron.rl.config import RLConfig
 
+# field of a step, title, width, format
 _COLUMNS = (
-    ("step", "step", "{:5d}"),
-    ("reward", "reward", "{:7.3f}"),
-    ("entropy", "entropy", "{:8.3f}"),
-    ("accept_length", "accept len", "{:11.2f}"),
-    ("accept_rate", "rate", "{:6.2f}"),
-    ("entropy_part", "by entropy", "{:11.2f}"),
-    ("mismatch_part", "mismatch", "{:9.2f}"),
-    ("completion_tokens", "length", "{:7.1f}"),
-    ("rollout_seconds", "rollout s", "{:10.2f}"),
-    ("learner_seconds", "learner s", "{:10.2f}"),
-    ("step_seconds", "step s", "{:7.2f}"),
-    ("tokens_per_second", "tokens/s", "{:9.0f}"),
-    ("staleness", "stale", "{:6.1f}"),
+    ("step", "step", 5, "d"),
+    ("reward", "reward", 7, ".3f"),
+    ("entropy", "entropy", 8, ".3f"),
+    ("accept_length", "accept len", 11, ".2f"),
+    ("accept_rate", "rate", 6, ".2f"),
+    ("entropy_part", "by entropy", 11, ".2f"),
+    ("mismatch_part", "mismatch", 9, ".2f"),
+    ("completion_tokens", "length", 7, ".1f"),
+    ("rollout_seconds", "rollout s", 10, ".2f"),
+    ("learner_seconds", "learner s", 10, ".2f"),
+    ("step_seconds", "step s", 7, ".2f"),
+    ("tokens_per_second", "tokens/s", 9, ".0f"),
+    ("staleness", "stale", 6, ".1f"),
 )
 
 
-def _width(pattern: str) -> int:
-    return int(pattern[2:].split(".")[0].rstrip("d}"))
-
-
 def _header() -> str:
-    return " ".join(title.rjust(_width(pattern)) for _, title, pattern in _COLUMNS)
+    return " ".join(title.rjust(width) for _, title, width, _ in _COLUMNS)
 
 
 def _line(row: dict[str, Any]) -> str:
     return " ".join(
-        "-".rjust(_width(pattern)) if row[name] is None else pattern.format(row[name]) for name, _, pattern in _COLUMNS
+        ("-" if row[name] is None else format(row[name], spec)).rjust(width) for name, _, width, spec in _COLUMNS
     )
 
 
@@ -77,12 +74,8 @@ def _check(config: RLConfig) -> tuple[int, int]:
     return codec.vocab_size, weight_bytes(config.load)
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def train(config: RLConfig, report: Any = lambda row: None) -> None:
-    """Run `config` to its last step, from where an earlier run of it stopped.
+def train(config: RLConfig, report: Callable[[dict[str, Any]], None]) -> None:
+    """Run `config` to its last step, from where an earlier run of it stopped; `report` is called with every step.
 
     Raises:
         ValueError: in the user's words.
@@ -92,7 +85,7 @@ def train(config: RLConfig, report: Any = lambda row: None) -> None:
 
     vocab_size, size = _check(config)
     with cluster(config, size) as ray:
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         loop = Loop(config, vocab_size, ray, report)
         print(f"{config.output}: from step {loop.resumed_at} to {config.steps}", flush=True)
         loop.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -92,15 +93,21 @@ def _end(processes: list[Any]) -> None:
 
 def _start(ray: Any, **settings: Any) -> None:
     """Start Ray; it gives its processes half a minute, which a busy machine may not be content with."""
-    for attempt in range(3):
-        try:
-            ray.init(**settings)
-            return
-        # Ray raises nothing more special
-        except Exception as error:
-            if "timed out" not in str(error) or attempt == 2:
-                raise
-            ray.shutdown()
+    # an interrupt from the terminal is for us, who end Ray in order. It reaches its servers as well, which inherit that
+    # it is ignored: without them Ray's own end waits for a minute
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for attempt in range(3):
+            try:
+                ray.init(**settings)
+                return
+            # Ray raises nothing more special
+            except Exception as error:
+                if "timed out" not in str(error) or attempt == 2:
+                    raise
+                ray.shutdown()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class WorkerActor:

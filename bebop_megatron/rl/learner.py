@@ -25,34 +25,29 @@ from bebop_megatron.rl.grpo import log_prob_and_entropy, policy_loss
 from bebop_megatron.rl.records import Event, Rollout
 from bebop_megatron.rl.weights import Shards, export_shards
 
+# the last line: a run may be made longer, which changes what the scheduler takes for its end
 _FIXED = """--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
 --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
---ckpt-format torch_dist --lr-decay-style constant --weight-decay 0 --num-workers 0 --rerun-mode disabled
---hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --tokenizer-type NullTokenizer""".split()
+--ckpt-format torch_dist --weight-decay 0 --num-workers 0 --rerun-mode disabled --hidden-dropout 0 --attention-dropout 0
+--eval-iters 0 --tokenizer-type NullTokenizer
+--lr-decay-style constant --override-opt-param-scheduler""".split()
 
 
-def _megatron_arguments(config: RLConfig, vocab_size: int, positions: int, has_head: bool, resume: bool) -> list[str]:
+def _megatron_arguments(config: RLConfig, vocab_size: int, has_head: bool, resume: bool) -> list[str]:
     from bebop_megatron.platform import active
 
+    checkpoints = str(Path(config.output) / "checkpoints")
     arguments = [
         *_FIXED,
         *(["--distributed-backend", "gloo", "--use-cpu-initialization"] if active() else []),
         # NullTokenizer adds one for the end of a document
         *("--vocab-size", str(vocab_size - 1)),
-        *("--seq-length", str(positions), "--train-iters", str(config.steps), "--seed", str(1 + config.seed)),
+        *("--train-iters", str(config.steps), "--seed", str(1 + config.seed)),
         *("--micro-batch-size", str(config.micro_batch_size), "--global-batch-size", str(config.batch_size)),
         *("--lr", str(config.lr), "--clip-grad", str(config.clip_grad)),
-        *(
-            "--save",
-            str(Path(config.output) / "checkpoints"),
-            "--save-interval",
-            "1",
-            "--pretrained-checkpoint",
-            config.load,
-        ),
+        *("--save", checkpoints, "--save-interval", "1", "--pretrained-checkpoint", config.load),
+        *(["--load", checkpoints] if resume else []),
     ]
-    if resume:
-        arguments += ["--load", str(Path(config.output) / "checkpoints")]
     if has_head:
         arguments += ["--mtp-loss", config.head_loss, "--mtp-attention", config.attention, "--mtp-metrics", "off"]
         arguments += ["--mtp-loss-scaling-factor", "1.0", "--mtp-loss-temperature", str(config.temperature)]
@@ -88,6 +83,8 @@ def _parse(config: RLConfig, argv: list[str], resume_step: int) -> Any:
         raise ValueError(f"{config.load} does not hold the arguments it was trained with: its shape is unknown")
     args, trained = loaded
     take_architecture(args, trained)
+    # each step brings its own length
+    args.seq_length = trained.max_position_embeddings
     args.iteration = 0
     if args.context_parallel_size > 1:
         raise ValueError("the learner does not cut completions over ranks: drop --context-parallel-size")
@@ -124,17 +121,8 @@ class Learner:
             install()
         os.environ |= rank_environment(rank, world, port)
         self.has_head = has_mtp_weights(config.load)
-        argv = _megatron_arguments(config, vocab_size, self._positions(), self.has_head, resume_step > 0)
+        argv = _megatron_arguments(config, vocab_size, self.has_head, resume_step > 0)
         self._build(_parse(config, argv, resume_step))
-
-    def _positions(self) -> int:
-        from bebop_megatron.mcore.checkpoints import latest_iteration_dir
-        from bebop_megatron.mcore.compat import saved_arguments
-
-        trained = saved_arguments(latest_iteration_dir(self.config.load))
-        if trained is None:
-            raise ValueError(f"{self.config.load} does not hold the arguments it was trained with")
-        return trained.max_position_embeddings
 
     def _build(self, args: Any) -> None:
         from megatron.core.distributed import finalize_model_grads

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.evaluation.results import replacing
 from bebop_megatron.rl.task import Problem
 
 
@@ -83,9 +83,8 @@ class Rollout:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there whole or not at all."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+    with replacing(path) as partial:
+        partial.write_text(text)
 
 
 class LineFile:

@@ -7,6 +7,7 @@ end it.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import select
@@ -128,9 +129,8 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            answer: tuple[float, str | None] = (float(task.reward(problem, text)), None)
-            if answer[0] != answer[0] or abs(answer[0]) == float("inf"):
-                answer = (0.0, f"the reward is {answer[0]}")
+            reward = float(task.reward(problem, text))
+            answer = (reward, None) if math.isfinite(reward) else (0.0, f"the reward is {reward}")
         # whatever a task raises is its own affair, and is reported
         except Exception as error:  # noqa: BLE001
             answer = (0.0, f"{type(error).__name__}: {error}")

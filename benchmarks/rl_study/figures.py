@@ -19,7 +19,7 @@ from benchmarks.rl_study.results import (
     trace_of,
 )
 from benchmarks.rl_study.tables import GOAL
-from benchmarks.study.figures import save
+from benchmarks.study.figures import blank, save
 from benchmarks.study.results import Row, select
 
 # Okabe-Ito: told apart under every common colour blindness
@@ -49,25 +49,31 @@ def _drafting(rows: Sequence[Row]) -> list[str]:
     return [arm for arm in arms_of(rows) if arm != BASELINE]
 
 
-def _acceptance(axis: Any, rows: Sequence[Row]) -> None:
-    for arm in _drafting(rows):
-        steps, numbers = series(rows, arm, "accept_length")
+def _curves(axis: Any, rows: Sequence[Row], arms: Sequence[str], name: str, label: str, seeds: bool = False) -> None:
+    """A field over the steps: each arm's mean over seeds, and thin, if asked for, each seed."""
+    for arm in arms:
         color, style = STYLES[arm]
+        for seed in seeds_of(rows, arm) if seeds else ():
+            steps, numbers = series(select(rows, seed=seed), arm, name)
+            axis.plot(steps, smooth(numbers), color=color, linewidth=0.5, alpha=0.45)
+        steps, numbers = series(rows, arm, name)
         axis.plot(steps, smooth(numbers), color=color, linestyle=style, linewidth=1.4, label=arm)
-    axis.set_xlabel("RL step", fontsize=8)
-    axis.set_ylabel("accept length (mean of five steps)", fontsize=8)
+    axis.set_xlabel("RL step (thin: seeds)" if seeds else "RL step", fontsize=8)
+    axis.set_ylabel(f"{label} (mean of five steps)", fontsize=8)
     axis.legend(fontsize=6, frameon=False)
     plain(axis)
 
 
+def _acceptance(axis: Any, rows: Sequence[Row]) -> None:
+    _curves(axis, rows, _drafting(rows), "accept_length", "accept length")
+
+
 def _entropy(axis: Any, rows: Sequence[Row]) -> None:
-    for arm in arms_of(rows):
-        steps, numbers = series(rows, arm, "entropy")
-        color, style = STYLES[arm]
-        axis.plot(steps, smooth(numbers), color=color, linestyle=style, linewidth=1.2, label=arm)
-    axis.set_xlabel("RL step", fontsize=8)
-    axis.set_ylabel("entropy of the policy, nats per token", fontsize=8)
-    plain(axis)
+    _curves(axis, rows, arms_of(rows), "entropy", "nats per token")
+
+
+def _reward(axis: Any, rows: Sequence[Row]) -> None:
+    _curves(axis, rows, arms_of(rows), "reward", "reward", seeds=True)
 
 
 def _slopes(axis: Any, rows: Sequence[Row]) -> None:
@@ -89,26 +95,6 @@ def _slopes(axis: Any, rows: Sequence[Row]) -> None:
             )
     axis.set_xlabel("entropy of the policy, nats per token", fontsize=8)
     axis.set_ylabel("accept length of the step", fontsize=8)
-    axis.legend(fontsize=6, frameon=False)
-    plain(axis)
-
-
-def _reward(axis: Any, rows: Sequence[Row]) -> None:
-    for arm in arms_of(rows):
-        color, style = STYLES[arm]
-        for seed in seeds_of(rows, arm):
-            mine = sorted(select(rows, arm=arm, seed=seed), key=lambda row: row["step"])
-            axis.plot(
-                [row["step"] for row in mine],
-                smooth([row["reward"] for row in mine]),
-                color=color,
-                linewidth=0.5,
-                alpha=0.45,
-            )
-        steps, numbers = series(rows, arm, "reward")
-        axis.plot(steps, smooth(numbers), color=color, linestyle=style, linewidth=1.4, label=arm)
-    axis.set_xlabel("RL step (thin: seeds)", fontsize=8)
-    axis.set_ylabel("reward (mean of five steps)", fontsize=8)
     axis.legend(fontsize=6, frameon=False)
     plain(axis)
 
@@ -195,34 +181,21 @@ def _trace(axis: Any, events: Sequence[dict[str, Any]], title: str) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _figure(width: float, height: float, rows: int, columns: int) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # a Figure of its own: no global state, no display
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
-
-
 def draw(rows: Sequence[Row], events: dict[str, list[dict[str, Any]]], folder: Path, prefix: str = "") -> list[Path]:
     """Draw what was measured, and the traces by arm; returns the files."""
-    plans: list[tuple[str, list[Any]]] = [
-        ("acceptance", [_acceptance, _slopes]),
-        ("reward", [_reward, _entropy]),
-        ("time", [_times, _speedup]),
-    ]
+    plans: dict[str, list[Any]] = {"acceptance": [_acceptance, _slopes]} if _drafting(rows) else {}
+    plans["reward"] = [_reward, _entropy]
+    if BASELINE in arms_of(rows):
+        plans["time"] = [_times, _speedup]
     files = []
-    for name, panels in plans:
-        if name == "acceptance" and not _drafting(rows):
-            continue
-        figure, axes = _figure(4.8, 3.4, 1, len(panels))
+    for name, panels in plans.items():
+        figure, axes = blank(1, len(panels), 4.8, 3.4)
         for axis, panel in zip(axes, panels, strict=True):
             panel(axis, rows)
         files += save(figure, folder, prefix + name)
     found = {arm: mine for arm, mine in events.items() if mine}
     if found:
-        figure, axes = _figure(9.6, 1.9, len(found), 1)
+        figure, axes = blank(len(found), 1, 9.6, 1.9)
         for axis, (arm, mine) in zip(axes, found.items(), strict=True):
             _trace(axis, mine, arm)
         files += save(figure, folder, prefix + "trace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -116,19 +117,8 @@ class RLStudy:
         )
 
     def _train(self, job: Job, folder: Path) -> None:
-        from bebop_megatron import pretrain
-
-        size, data, backbone, warm = self.size.model, self.data, self.trained("backbone"), self.trained("warm")
-        if job.kind == "backbone":
-            flags = training.backbone_flags(size, data, folder)
-        elif job.kind == "warm":
-            flags = training.warm_flags(size, data, folder, backbone)
-        else:
-            assert job.head is not None
-            flags = training.head_flags(size, data, folder, warm, job.head)
-        sys.argv = ["pretrain", *flags]
-        pretrain.main()
-        shutil.rmtree(folder / "cache", ignore_errors=True)
+        backbone, warm = self.trained("backbone"), self.trained("warm")
+        training.train(self.size.model, self.data, folder, kind=job.kind, backbone=backbone, start=warm, head=job.head)
 
     def command(self, cell: Cell) -> list[str]:
         """What runs a cell."""
@@ -140,18 +130,21 @@ class RLStudy:
         """Run the cell; one that was interrupted goes on from its last checkpoint, or starts again."""
         folder.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-        # the run is its own process: this one has a Megatron that was made for training
-        process = subprocess.Popen(self.command(cell), env=environment)
+        # the run is its own process: this one has a Megatron that was made for training. It is the only one that we
+        # tell to end, and ends what it started; what is told to all of our group must not reach that as well
+        process = subprocess.Popen(self.command(cell), env=environment, start_new_session=True)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             code = process.wait(self.size.seconds)
         except subprocess.TimeoutExpired:
-            # it ends what it started; killed, it could not
+            raise SystemExit(f"the run took more than {self.size.seconds} seconds") from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
             process.terminate()
             try:
                 process.wait(_PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-            raise SystemExit(f"the run took more than {self.size.seconds} seconds") from None
         if code:
             raise SystemExit(f"the run ended with {code}")
         found = len(read_lines(folder / STEPS))

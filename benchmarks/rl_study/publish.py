@@ -11,17 +11,18 @@ from benchmarks.loss.run import machine_name
 from benchmarks.rl_study.figures import draw
 from benchmarks.rl_study.jobs import TRACE, RLStudy, read_lines
 from benchmarks.rl_study.plan import BASELINE
-from benchmarks.rl_study.results import lines_of, rows_of, trace_of
+from benchmarks.rl_study.results import rows_of, trace_of
 from benchmarks.rl_study.tables import readings, tables
-from benchmarks.study.publish import markdown_of, update_document
-from benchmarks.study.results import load_results
+from benchmarks.study.publish import markdown_of, update_document, write_data
 
 TRACED = (BASELINE, "rs-tv-frozen")
 _KEPT_SECONDS = 60.0
 
 
 def traces(study: RLStudy) -> dict[str, list[dict[str, Any]]]:
-    """Who worked when, of the arms that are drawn; of the first seed."""
+    """Who worked when, with drafts and without; of the first seed. Nothing where there is no such pair."""
+    if not set(TRACED) <= set(study.size.arms):
+        return {}
     chosen = [cell for cell in study.cells if cell.arm.name in TRACED and cell.seed == study.size.seeds[0]]
     found = {cell.arm.name: read_lines(study.cell(cell) / TRACE) for cell in chosen}
     return {arm: events for arm, events in found.items() if events}
@@ -52,10 +53,8 @@ def block(data: dict[str, Any], name: str) -> str:
 def publish(study: RLStudy, root: Path, kind: str = "") -> list[Path]:
     """Copy results and figures into `benchmarks/`, tables into docs/rl.md; returns the files.
 
-    A study of another `kind` than the full one has no block in the document.
+    The full study and one of another `kind` have blocks of their own in the document.
     """
-    from bebop_megatron.evaluation.results import replacing
-
     where = json.loads((study.output / "environment.json").read_text())
     name = "-".join(["rl-study", *([kind] if kind else []), machine_name(where), where["date"]])
     rows = rows_of(study)
@@ -64,11 +63,7 @@ def publish(study: RLStudy, root: Path, kind: str = "") -> list[Path]:
     figures = draw(rows, events, root / "benchmarks/figures", prefix=f"{name}-")
     names = [file.stem.removeprefix(f"{name}-") for file in figures if file.suffix == ".png"]
     head = {"environment": where, "size": asdict(study.size), "figures": names, "traces": events}
-    file = root / "benchmarks/data" / f"{name}.json"
-    with replacing(file) as partial:
-        partial.write_text(json.dumps(head)[:-1] + ', "results": ' + lines_of(rows) + "}\n")
-    assert load_results(file) == json.loads(lines_of(rows))
-    if kind:
-        return [file, *figures]
-    update_document(root / "docs/rl.md", file, block)
-    return [file, *figures, root / "docs/rl.md"]
+    file, document = root / "benchmarks/data" / f"{name}.json", root / "docs/rl.md"
+    write_data(file, head, rows)
+    update_document(document, file, block, kind or "study")
+    return [file, *figures, document]

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.rl_study.jobs import STEPS, RLStudy, read_lines
 from benchmarks.rl_study.plan import ARMS, BASELINE
-from benchmarks.study.results import Row, lines_of, select, values
+from benchmarks.study.results import Row, select, values, write_rows
 from benchmarks.study.statistics import Estimate, Line, line, mean
 
 FIELDS = """reward entropy accept_length accept_rate rollout_seconds learner_seconds step_seconds tokens_per_second
@@ -33,13 +33,8 @@ def rows_of(study: RLStudy) -> list[Row]:
 
 
 def write_results(study: RLStudy) -> list[Row]:
-    """Write `results.json`, all of it or nothing; returns the rows."""
-    from bebop_megatron.evaluation.results import replacing
-
-    rows = rows_of(study)
-    with replacing(study.output / "results.json") as partial:
-        partial.write_text(lines_of(rows) + "\n")
-    return rows
+    """Write what has been measured; returns the rows."""
+    return write_rows(study.output, rows_of(study))
 
 
 def arms_of(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,22 +10,17 @@ from benchmarks.rl_study.plan import ARMS, BASELINE
 from benchmarks.rl_study.results import arms_of, last_third, over_seeds, overlap, reward_difference, slope, speed
 from benchmarks.study.results import Row
 from benchmarks.study.statistics import Estimate
-from benchmarks.study.tables import PAPER_SLOPES, Table
+from benchmarks.study.tables import PAPER_SLOPES, Table, number
 
 GOAL = 1.8
 FIRST = slice(0, 5)
+# nats
+_MOVED = 0.1
 
 
-def number(estimate: Estimate | None, digits: int = 2, sign: bool = False) -> str:
-    """A value with half of its 95% interval; two seeds make that wide."""
-    if estimate is None:
-        return "-"
-    shown = f"{estimate.value:{'+' if sign else ''}.{digits}f}"
-    return shown if estimate.half_width is None else f"{shown} ± {estimate.half_width:.{digits}f}"
-
-
-def _point(estimate: Estimate | None, digits: int = 2) -> str:
-    return "-" if estimate is None else f"{estimate.value:.{digits}f}"
+def _point(estimate: Estimate | None) -> str:
+    """Without its interval, which two seeds make wide."""
+    return "-" if estimate is None else f"{estimate.value:.2f}"
 
 
 def _arm(name: str) -> Any:
@@ -64,17 +60,20 @@ def acceptance_table(rows: Sequence[Row]) -> Table:
 
 def reward_table(rows: Sequence[Row]) -> Table:
     """Do the arms learn alike, as lossless verification says."""
-    late, cells = last_third(rows), []
+    late, paired, cells = last_third(rows), BASELINE in arms_of(rows), []
     for name in arms_of(rows):
-        parts = [_point(over_seeds(rows, name, "reward", part)) for part in (FIRST, late)]
-        difference = "-" if name == BASELINE else number(reward_difference(rows, name), 3, sign=True)
-        cells.append([name, *parts, difference])
-    note = (
-        f"Means over seeds. Difference: over all steps, paired with {BASELINE} by seed and block of five steps, with "
-        "its 95% interval. Verification is lossless, so that it should hold zero; runs diverge by chance all the same, "
-        "which makes blocks of one run less independent than the interval says."
-    )
-    return Table("reward", note, ["arm", "first five steps", "last third", f"difference from {BASELINE}"], cells)
+        cells.append([name, *(_point(over_seeds(rows, name, "reward", part)) for part in (FIRST, late))])
+        if paired:
+            cells[-1].append("-" if name == BASELINE else number(reward_difference(rows, name), 3, sign=True))
+    header, note = ["arm", "first five steps", "last third"], "Means over seeds."
+    if paired:
+        header.append(f"difference from {BASELINE}")
+        note += (
+            f" Difference: over all steps, paired with {BASELINE} by seed and block of five steps, with its 95% "
+            "interval. Verification is lossless, so that it should hold zero; runs diverge by chance all the same, "
+            "which makes blocks of one run less independent than the interval says."
+        )
+    return Table("reward", note, header, cells)
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
@@ -95,8 +94,10 @@ def speed_table(rows: Sequence[Row]) -> Table:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Every table that has cells."""
-    found = [acceptance_table(rows), reward_table(rows), speed_table(rows)]
+    """Every table that has cells; without a run that has no drafts there is nothing to compare times with."""
+    found = [acceptance_table(rows), reward_table(rows)]
+    if BASELINE in arms_of(rows):
+        found.append(speed_table(rows))
     return [table for table in found if table.rows]
 
 
@@ -117,9 +118,28 @@ def _bounds(rows: Sequence[Row], name: str) -> str | None:
     return f"{text} {limit} is what a step waits for: the learner works for {100 * busy:.0f}% of it."
 
 
+def _entropy_sentence(rows: Sequence[Row]) -> str | None:
+    """Does the frozen CE head suffer more from entropy than the frozen TV head, under the same rule."""
+    heads, late = ("rs-ce", "rs-tv-frozen"), last_third(rows)
+    ce, tv = (slope(rows, name) for name in heads)
+    if ce is None or tv is None:
+        return None
+    ends = {name: [over_seeds(rows, name, "entropy", part) for part in (FIRST, late)] for name in heads}
+    # over less, what else changes in a run would be taken for an effect of entropy
+    if any(first is None or last is None or abs(last.value - first.value) < _MOVED for first, last in ends.values()):
+        return None
+    moved = [f"{_point(first)} to {_point(last)} nats ({name})" for name, (first, last) in ends.items()]
+    width = math.hypot(ce.slope.half_width or math.nan, tv.slope.half_width or math.nan)
+    apart = "told apart" if abs(ce.slope.value - tv.slope.value) > width else "not told apart"
+    return (
+        f"Entropy went from {' and '.join(moved)}. Accept length over entropy: {number(ce.slope, sign=True)} per nat "
+        f"with the CE head, {number(tv.slope, sign=True)} with the TV head, which are {apart}."
+    )
+
+
 def readings(rows: Sequence[Row], events: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Sentences on speed, on what bounds it, and on how much rollouts and learner overlap."""
-    said = [_bounds(rows, name) for name in arms_of(rows) if name != BASELINE]
+    """Sentences on entropy, on speed and what bounds it, and on how much rollouts and learner overlap."""
+    said = [_entropy_sentence(rows), *(_bounds(rows, name) for name in arms_of(rows) if name != BASELINE)]
     out = [sentence for sentence in said if sentence]
     for name, found in events.items():
         # a checkpoint behind the last step has nothing beside it

@@ -88,14 +88,13 @@ def target_entropy(model: Any, texts: list[list[int]], temperature: float, vocab
 
     Shape: -> [texts, longest text] float32; behind the end of a text anything.
     """
+    from bebop_megatron.evaluation.cache import make_window
+    from bebop_megatron.evaluation.cached_model import CachedModel
     from bebop_megatron.evaluation.filters import filtered_probs
 
     longest = max(map(len, texts))
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     # the head's loss and not logits comes out of Megatron's forward pass where it has MTP layers
-    from bebop_megatron.evaluation.cache import make_window
-    from bebop_megatron.evaluation.cached_model import CachedModel
-
     cached = CachedModel(model, batch_size=_ROWS, capacity=longest)
     parts = []
     with cached.attached():

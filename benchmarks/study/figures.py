@@ -6,23 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.figure import STYLES
+from bebop_megatron.evaluation.figure import STYLES, plain
 from benchmarks.study.plan import RULES
 from benchmarks.study.results import Row, difference, over_seeds, select, values
-from benchmarks.study.tables import ORDER, PAPER
+from benchmarks.study.tables import PAPER, losses_of
 
+# draws one domain's rows into axes
+Panel = Callable[[Any, Sequence[Row], str], None]
 _RULE_LINES = {"rejection": "-", "target-only": "--"}
-
-
-def _losses(rows: Sequence[Row]) -> list[str]:
-    return [loss for loss in ORDER if any(row["loss"] == loss for row in rows)]
-
-
-def _plain(axis: Any) -> None:
-    axis.tick_params(labelsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axis.set_axisbelow(True)
 
 
 def _bars(axis: Any, groups: Sequence[str], bars: Sequence[tuple[str, str, list[Any]]]) -> None:
@@ -56,14 +47,14 @@ def _bars(axis: Any, groups: Sequence[str], bars: Sequence[tuple[str, str, list[
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     axis.set_ylim(bottom=0)
     axis.set_ylabel("acceptance rate % (95% interval)", fontsize=8)
-    _plain(axis)
+    plain(axis)
 
 
 def _main(axis: Any, rows: Sequence[Row], domain: str) -> None:
     mine = select(rows, arm="main", domain=domain)
     bars = [
         (loss, STYLES[loss][0], [over_seeds(select(mine, loss=loss, rule=rule)) for rule in RULES])
-        for loss in _losses(mine)
+        for loss in losses_of(mine)
     ]
     _bars(axis, RULES, bars)
     axis.set_title(f"{domain}: objective and rule", fontsize=9)
@@ -72,7 +63,7 @@ def _main(axis: Any, rows: Sequence[Row], domain: str) -> None:
 def _temperature(axis: Any, rows: Sequence[Row], domain: str) -> None:
     mine = select(rows, arm="temperature", domain=domain)
     for rule in RULES:
-        for loss in _losses(mine):
+        for loss in losses_of(mine):
             found = sorted(select(mine, loss=loss, rule=rule), key=lambda row: row["temperature"])
             color, marker = STYLES[loss]
             axis.errorbar(
@@ -89,12 +80,12 @@ def _temperature(axis: Any, rows: Sequence[Row], domain: str) -> None:
     axis.set_xlabel("serving temperature", fontsize=8)
     axis.set_ylabel("acceptance rate %", fontsize=8)
     axis.set_title(f"{domain}: temperature", fontsize=9)
-    _plain(axis)
+    plain(axis)
 
 
 def _entropy(axis: Any, rows: Sequence[Row], domain: str) -> None:
     for rule in RULES:
-        for loss in _losses(rows):
+        for loss in losses_of(rows):
             found = select(rows, arm="temperature", domain=domain, loss=loss, rule=rule, temperature=1.0)
             if not found or not found[0].get("entropy"):
                 continue
@@ -115,7 +106,7 @@ def _entropy(axis: Any, rows: Sequence[Row], domain: str) -> None:
     axis.set_xlabel("entropy of the target, nats", fontsize=8)
     axis.set_ylabel("expected acceptance of step 1, %", fontsize=8)
     axis.set_title(f"{domain}: entropy, temperature 1", fontsize=9)
-    _plain(axis)
+    plain(axis)
 
 
 def _depth(axis: Any, rows: Sequence[Row], domain: str) -> None:
@@ -139,7 +130,7 @@ def _depth(axis: Any, rows: Sequence[Row], domain: str) -> None:
     axis.set_title(f"{domain}: accept length of tv, rejection", fontsize=9)
 
 
-def _conditions(arm: str, title: str, name: Callable[[Row], str]) -> Callable[[Any, Sequence[Row], str], None]:
+def _conditions(arm: str, title: str, name: Callable[[Row], str]) -> Panel:
     def draw(axis: Any, rows: Sequence[Row], domain: str) -> None:
         mine = select(rows, arm=arm, domain=domain)
         groups = list(dict.fromkeys(name(row) for row in mine))
@@ -176,14 +167,14 @@ def _points(axis: Any, estimates: Sequence[Any], color: str, marker: str, label:
 def _named(axis: Any, groups: Sequence[str]) -> None:
     axis.set_xticks(range(len(groups)), groups)
     axis.set_xlim(-0.5, len(groups) - 0.3)
-    _plain(axis)
+    plain(axis)
     axis.tick_params(axis="x", labelsize=7)
 
 
 def _differences(axis: Any, rows: Sequence[Row], domain: str) -> None:
     """Paired differences from `ce` under rejection, beside the paper's."""
     mine = select(rows, arm="main", domain=domain, rule="rejection")
-    losses = [loss for loss in _losses(mine) if loss != "ce"]
+    losses = [loss for loss in losses_of(mine) if loss != "ce"]
     pairs = [difference(select(mine, loss=loss), select(mine, loss="ce")) for loss in losses]
     _points(axis, [pair and pair.by_prompt for pair in pairs], "#0072B2", "o", "paired by prompt, 95% interval")
     paper = [(at, PAPER[domain][loss]) for at, loss in enumerate(losses) if loss in PAPER.get(domain, {})]
@@ -203,7 +194,7 @@ def _differences(axis: Any, rows: Sequence[Row], domain: str) -> None:
     axis.set_title(f"{domain}: difference from ce", fontsize=9)
 
 
-_ARMS: dict[str, Callable[[Any, Sequence[Row], str], None]] = {
+_ARMS: dict[str, Panel] = {
     "attention": _conditions(
         "attention", "attention in training", lambda r: f"{r['train_attention']}\nin {r['attention']}"
     ),
@@ -230,26 +221,23 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     return files
 
 
-def _figure(
-    panels: Sequence[tuple[Callable[[Any, Sequence[Row], str], None], str]],
-    rows: Sequence[Row],
-    width: float,
-    height: float,
-    columns: int,
-    legend: bool,
-) -> Any:
+def blank(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    """A figure of so many axes, each so many inches wide and high; no global state, no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def _figure(panels: Sequence[tuple[Panel, str]], rows: Sequence[Row], width: float, height: float, columns: int) -> Any:
+    figure, axes = blank(-(-len(panels) // columns), columns, width, height)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for axis, (draw, domain) in zip(axes, panels, strict=False):
         draw(axis, rows, domain)
-        if legend:
+        if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7.5, frameon=False)
     return figure
 
@@ -262,14 +250,14 @@ def draw(rows: Sequence[Row], folder: Path, prefix: str = "") -> list[Path]:
         return [(draw, domain) for domain in domains if select(rows, arm=arm, domain=domain)]
 
     plans = [
-        ("main", panels("main", _main) + panels("main", _differences), 5.6, 3.2, len(domains), True),
-        ("temperature", panels("temperature", _temperature), 4.6, 3.4, len(domains), True),
-        ("entropy", panels("temperature", _entropy), 4.6, 3.4, len(domains), True),
-        ("depth", panels("depth", _depth), 3.6, 3.0, len(domains), False),
-        ("arms", [each for arm, draw in _ARMS.items() for each in panels(arm, draw)], 4.4, 3.0, 2, True),
+        ("main", panels("main", _main) + panels("main", _differences), 5.6, 3.2, len(domains)),
+        ("temperature", panels("temperature", _temperature), 4.6, 3.4, len(domains)),
+        ("entropy", panels("temperature", _entropy), 4.6, 3.4, len(domains)),
+        ("depth", panels("depth", _depth), 3.6, 3.0, len(domains)),
+        ("arms", [each for arm, draw in _ARMS.items() for each in panels(arm, draw)], 4.4, 3.0, 2),
     ]
-    for name, chosen, width, height, columns, legend in plans:
+    for name, chosen, width, height, columns in plans:
         if chosen:
-            figure = _figure(chosen, rows, width, height, min(columns, len(chosen)), legend)
+            figure = _figure(chosen, rows, width, height, min(columns, len(chosen)))
             files += save(figure, folder, prefix + name)
     return files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -150,21 +149,9 @@ class Study:
         write_json(folder / DONE, {"cpu_seconds": round(_cpu_seconds(), 1)})
 
     def _train(self, job: Job, folder: Path, data: Path) -> None:
-        from bebop_megatron import pretrain
-
         backbone, warm = self.trained(job.domain, "backbone"), self.trained(job.domain, "warm")
-        if job.kind == "backbone":
-            flags = training.backbone_flags(self.size, data, folder)
-        elif job.kind == "warm":
-            flags = training.warm_flags(self.size, data, folder, backbone)
-        else:
-            assert job.head is not None
-            flags = training.head_flags(
-                self.size, data, folder, warm if job.head.start == "warm" else backbone, job.head
-            )
-        sys.argv = ["pretrain", *flags]
-        pretrain.main()
-        shutil.rmtree(folder / "cache", ignore_errors=True)
+        start = warm if job.head and job.head.start == "warm" else backbone
+        training.train(self.size, data, folder, kind=job.kind, backbone=backbone, start=start, head=job.head)
 
     def _sample(self, domain: str, folder: Path) -> None:
         from benchmarks.study.decoding import sample

@@ -17,7 +17,7 @@ SWEPT = ("ce", "kl", "tv")
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is. `threads` is that of one job; two jobs run side by side."""
+    """How large everything is."""
 
     layers: int = 4
     hidden: int = 128

@@ -9,12 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loss.run import machine_name
 from benchmarks.study.figures import draw
 from benchmarks.study.jobs import Study
 from benchmarks.study.results import Row, lines_of, load_results, rows_of
 from benchmarks.study.tables import Table, readings, tables
 
-_BLOCK = re.compile(r"(<!-- study:begin (\S*) ?-->\n)(.*?)(\n<!-- study:end -->)", re.DOTALL)
+
+def _block_of(marker: str) -> re.Pattern[str]:
+    return re.compile(rf"<!-- {marker}:begin (\S*) ?-->\n(.*?)\n<!-- {marker}:end -->", re.DOTALL)
 
 
 def _markdown(table: Table, level: int) -> list[str]:
@@ -90,33 +93,44 @@ def block(data: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n" + markdown(data["results"], level=3)
 
 
-def update_document(document: Path, file: Path, written: Callable[[dict[str, Any], str], str] = block) -> None:
-    """Replace the measured block by what `written` makes of a data file and its name.
+def update_document(
+    document: Path, file: Path, written: Callable[[dict[str, Any], str], str] = block, marker: str = "study"
+) -> None:
+    """Replace the measured block between the comments of `marker` by what `written` makes of a data file and its name.
 
     Raises:
         ValueError: the document has no such block.
     """
     from bebop_megatron.evaluation.results import replacing
 
-    data, text = json.loads(file.read_text()), document.read_text()
-    begin, end = f"<!-- study:begin {file.stem} -->\n", "\n<!-- study:end -->"
-    new, count = _BLOCK.subn(lambda _: begin + written(data, file.stem) + end, text)
+    data = json.loads(file.read_text())
+    new = f"<!-- {marker}:begin {file.stem} -->\n{written(data, file.stem)}\n<!-- {marker}:end -->"
+    text, count = _block_of(marker).subn(lambda _: new, document.read_text())
     if count != 1:
-        raise ValueError(f"{document} must have one block between 'study:begin' and 'study:end'")
+        raise ValueError(f"{document} must have one block between '{marker}:begin' and '{marker}:end'")
     with replacing(document) as partial:
-        partial.write_text(new)
+        partial.write_text(text)
 
 
-def measured_block(text: str) -> tuple[str, str]:
+def measured_block(text: str, marker: str = "study") -> tuple[str, str]:
     """Name of the data file (empty: not measured) and what stands in the block.
 
     Raises:
         ValueError: there is no block.
     """
-    match = _BLOCK.search(text)
+    match = _block_of(marker).search(text)
     if match is None:
-        raise ValueError("no block between 'study:begin' and 'study:end'")
-    return match[2], match[3]
+        raise ValueError(f"no block between '{marker}:begin' and '{marker}:end'")
+    return match[1], match[2]
+
+
+def write_data(file: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
+    """A published data file: what `head` says of the study, then its rows, one on each line."""
+    from bebop_megatron.evaluation.results import replacing
+
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(head)[:-1] + ', "results": ' + lines_of(rows) + "}\n")
+    assert load_results(file) == json.loads(lines_of(rows))
 
 
 def _cpu_seconds(study: Study) -> float:
@@ -127,17 +141,13 @@ def _cpu_seconds(study: Study) -> float:
 
 def publish(study: Study, root: Path) -> list[Path]:
     """Copy results and figures into `benchmarks/`, tables into docs/study.md; returns the files."""
-    from bebop_megatron.evaluation.results import replacing
-
     where = json.loads((study.output / "environment.json").read_text())
-    name = f"study-{re.sub(r'[^a-z0-9]+', '-', where['cpu'].lower()).strip('-')}-{where['cores']}-cores-{where['date']}"
+    name = f"study-{machine_name(where)}-{where['date']}"
     rows = rows_of(study)
     figures = draw(rows, root / "benchmarks/figures", prefix=f"{name}-")
     names = [file.stem.removeprefix(f"{name}-") for file in figures if file.suffix == ".png"]
     head = {"environment": where, "size": asdict(study.size), "cpu_seconds": _cpu_seconds(study), "figures": names}
     file = root / "benchmarks/data" / f"{name}.json"
-    with replacing(file) as partial:
-        partial.write_text(json.dumps(head)[:-1] + ', "results": ' + lines_of(rows) + "}\n")
-    assert load_results(file) == json.loads(lines_of(rows))
+    write_data(file, head, rows)
     update_document(root / "docs/study.md", file)
     return [file, *figures, root / "docs/study.md"]

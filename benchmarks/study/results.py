@@ -37,14 +37,18 @@ def lines_of(rows: Sequence[Row]) -> str:
     return "[\n" + ",\n".join(json.dumps(_finite(row), allow_nan=False) for row in rows) + "\n]"
 
 
-def write_results(study: Study) -> list[Row]:
-    """Write `results.json`, all of it or nothing; returns the rows."""
+def write_rows(output: Path, rows: list[Row]) -> list[Row]:
+    """Write `results.json` into a study's folder, all of it or nothing; returns the rows."""
     from bebop_megatron.evaluation.results import replacing
 
-    rows = rows_of(study)
-    with replacing(study.output / "results.json") as partial:
+    with replacing(output / "results.json") as partial:
         partial.write_text(lines_of(rows) + "\n")
     return rows
+
+
+def write_results(study: Study) -> list[Row]:
+    """Write what has been measured; returns the rows."""
+    return write_rows(study.output, rows_of(study))
 
 
 def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bebop_megatron.launcher import rank_environment
+from benchmarks.forked import work_and_exit
 from benchmarks.study.jobs import Job
 
 _POLL_SECONDS = 0.1
@@ -55,6 +55,7 @@ def warm_up() -> None:
 def start(study: Work, job: Job, log: Path) -> int:
     """Fork a process that does the job and writes what it says to `log`; returns its id."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
     environment = rank_environment()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,27 +67,7 @@ def start(study: Work, job: Job, log: Path) -> int:
         return child
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ |= environment
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    code = 1
-    try:
-        study.work(job)
-        code = 0
-    except SystemExit as end:
-        print(end.code)
-    except BaseException:  # noqa: BLE001 - the log must say whatever ended the job
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        # the checkpoint writer's process does not notice an exit that skips the interpreter's own
-        for writer in multiprocessing.active_children():
-            writer.terminate()
-            writer.join()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    work_and_exit(lambda: study.work(job), str(log), str(log))
 
 
 class Progress:

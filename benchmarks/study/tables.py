@@ -43,14 +43,16 @@ def percent(estimate: Estimate | None, sign: bool = False) -> str:
     return shown if estimate.half_width is None else f"{shown} ± {100 * estimate.half_width:.1f}"
 
 
-def _number(estimate: Estimate | None, digits: int = 2) -> str:
+def number(estimate: Estimate | None, digits: int = 2, sign: bool = False) -> str:
+    """A value with half of its 95% interval."""
     if estimate is None:
         return "-"
-    shown = f"{estimate.value:+.{digits}f}"
+    shown = f"{estimate.value:{'+' if sign else ''}.{digits}f}"
     return shown if estimate.half_width is None else f"{shown} ± {estimate.half_width:.{digits}f}"
 
 
-def _losses(rows: Sequence[Row]) -> list[str]:
+def losses_of(rows: Sequence[Row]) -> list[str]:
+    """Losses that were measured, in the order of the tables."""
     found = {row["loss"] for row in rows}
     return [loss for loss in ORDER if loss in found]
 
@@ -60,7 +62,7 @@ def main_table(rows: Sequence[Row], domain: str) -> Table:
     mine = select(rows, arm="main", domain=domain)
     paper = PAPER.get(domain, {})
     cells = []
-    for loss in _losses(mine):
+    for loss in losses_of(mine):
         by_rule = {rule: select(mine, loss=loss, rule=rule) for rule in RULES}
         rejection, greedy = (by_rule[rule] for rule in RULES)
         line_ = [loss, str(len({row["seed"] for row in rejection + greedy}))]
@@ -105,7 +107,7 @@ def temperature_table(rows: Sequence[Row], domain: str) -> Table:
     temperatures = sorted(values(mine, field="temperature"))
     cells = []
     for rule in RULES:
-        for loss in _losses(mine):
+        for loss in losses_of(mine):
             found = [select(mine, loss=loss, rule=rule, temperature=temperature) for temperature in temperatures]
             cells.append([loss, rule, *(percent(over_seeds(each)) for each in found)])
     note = "Acceptance rate in percent, heads trained at temperature 1, ± half a 95% interval over prompts."
@@ -124,7 +126,7 @@ def entropy_table(rows: Sequence[Row], domain: str) -> Table:
     swept = select(rows, arm="temperature", domain=domain)
     cells = []
     for rule in RULES:
-        for loss in _losses(swept):
+        for loss in losses_of(swept):
             cell = [loss, rule]
             mine = select(swept, loss=loss, rule=rule)
             at_one = [row for row in mine if row["temperature"] == 1.0 and row.get("entropy")]
@@ -134,7 +136,7 @@ def entropy_table(rows: Sequence[Row], domain: str) -> Table:
                     cell.append("-")
                     continue
                 slope = Estimate(100 * fit["slope"], 100 * fit["slope_stderr"], 196 * fit["slope_stderr"])
-                cell.append(_number(slope, 1) + (f" (r {fit['r']:.2f})" if which == "first" else ""))
+                cell.append(number(slope, 1, sign=True) + (f" (r {fit['r']:.2f})" if which == "first" else ""))
             slope = length_over_entropy(mine)
             cell.append("-" if slope is None else f"{slope:+.2f}")
             known = PAPER_SLOPES.get((loss, rule))
@@ -256,7 +258,7 @@ def readings(rows: Sequence[Row]) -> list[str]:
     out = []
     for domain in values(rows, field="domain", arm="main"):
         mine = select(rows, arm="main", domain=domain)
-        for loss in _losses(mine):
+        for loss in losses_of(mine):
             pair = difference(select(mine, loss=loss, rule="rejection"), select(mine, loss=loss, rule="target-only"))
             if pair is not None:
                 out.append(_sentence(f"{domain}, {loss}: rejection - target-only", pair))

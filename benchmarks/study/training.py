@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 from benchmarks.study.plan import Head, Size
@@ -14,6 +16,24 @@ _RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accu
 --no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --no-save-optim --no-save-rng
 --log-interval 10 --eval-interval 1000000 --eval-iters 4 --tokenizer-type HuggingFaceTokenizer
 --lr-warmup-fraction 0.03""".split()
+
+
+def train(
+    size: Size, data: Path, save: Path, *, kind: str, backbone: Path, start: Path, head: Head | None = None
+) -> None:
+    """Train the backbone, the warm head on it, or (any other `kind`) `head` from `start`, in this process."""
+    from bebop_megatron import pretrain
+
+    if kind == "backbone":
+        flags = backbone_flags(size, data, save)
+    elif kind == "warm":
+        flags = warm_flags(size, data, save, backbone)
+    else:
+        assert head is not None
+        flags = head_flags(size, data, save, start, head)
+    sys.argv = ["pretrain", *flags]
+    pretrain.main()
+    shutil.rmtree(save / "cache", ignore_errors=True)
 
 
 def _model(size: Size, train_k: int) -> list[str]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from bebop_megatron.rl.grpo import log_prob_and_entropy
 from bebop_megatron.rl.weights import export_shards, load_shards
 from tests.evaluation import tiny
 from tests.mcore.groups import join_groups
+from tests.worlds import run_worlds
 
 pytestmark = [
     pytest.mark.dist,
@@ -36,48 +36,47 @@ def _loss(logits, group=None):
     return loss.detach(), logits.grad
 
 
-def _rank(rank: int, folder: str) -> None:
-    with tiny.megatron_world(rank, 2, folder, 2):
-        cut = tiny.build(seed=1)
-        logits = torch.randn(2, 5, tiny.VOCAB, generator=torch.Generator().manual_seed(1))
-        half = tiny.VOCAB // 2
-        part = _loss(logits[..., rank * half : (rank + 1) * half], cut.pg_collection.tp)
-        shards = [None, None]
-        torch.distributed.all_gather_object(shards, export_shards([cut], frozenset({"backbone", "mtp"})))
-        backbone = export_shards([cut], frozenset({"backbone"}))
-        join_groups(1)
-        whole, wanted = tiny.build(seed=2), tiny.build(seed=1)
-        load_shards(whole, shards)
-        different = [
-            name
-            for (name, value), other in zip(whole.named_parameters(), wanted.parameters(), strict=True)
-            if not torch.equal(value, other)
-        ]
-        dense = _loss(logits)
-        keys = [shard.key for each in shards for shard in each]
-        incomplete = None
-        try:
-            load_shards(whole, [backbone])
-        except RuntimeError as error:
-            incomplete = str(error)
-    torch.save(
-        {
-            "different": different,
-            "part": part,
-            "dense": (dense[0], dense[1][..., rank * half : (rank + 1) * half]),
-            "backbone": [shard.key for shard in backbone],
-            "norms": keys.count("decoder.final_layernorm.weight"),
-            "incomplete": incomplete,
-        },
-        f"{folder}/{rank}.pt",
-    )
+def _on_a_rank(_case, _folder):
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+
+    join_groups(2)
+    initialize_rng_tracker(force_reset=True)
+    model_parallel_cuda_manual_seed(1)
+    rank, half = torch.distributed.get_rank(), tiny.VOCAB // 2
+    cut = tiny.build(seed=1)
+    logits = torch.randn(2, 5, tiny.VOCAB, generator=torch.Generator().manual_seed(1))
+    part = _loss(logits[..., rank * half : (rank + 1) * half], cut.pg_collection.tp)
+    shards: list = [None, None]
+    torch.distributed.all_gather_object(shards, export_shards([cut], frozenset({"backbone", "mtp"})))
+    backbone = export_shards([cut], frozenset({"backbone"}))
+    join_groups(1)
+    whole, wanted = tiny.build(seed=2), tiny.build(seed=1)
+    load_shards(whole, shards)
+    different = [
+        name
+        for (name, value), other in zip(whole.named_parameters(), wanted.parameters(), strict=True)
+        if not torch.equal(value, other)
+    ]
+    dense = _loss(logits)
+    keys = [shard.key for each in shards for shard in each]
+    incomplete = None
+    try:
+        load_shards(whole, [backbone])
+    except RuntimeError as error:
+        incomplete = str(error)
+    return {
+        "different": different,
+        "part": part,
+        "dense": (dense[0], dense[1][..., rank * half : (rank + 1) * half]),
+        "backbone": [shard.key for shard in backbone],
+        "norms": keys.count("decoder.final_layernorm.weight"),
+        "incomplete": incomplete,
+    }
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    mp.spawn(_rank, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+def ranks():
+    return run_worlds(_on_a_rank, {2: {"both": None}})[2]["both"]
 
 
 def test_shards_of_all_ranks_make_the_whole_model(ranks):
