@@ -187,7 +187,7 @@ def main() -> None:
     """Run Megatron's training loop on the command line's arguments."""
     start()
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain
+    from megatron.training import get_tensorboard_writer, pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
@@ -208,15 +208,20 @@ def main() -> None:
         config = _model_config(args)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    pretrain(
-        pretrain_cfg_container_from_args(args, config),
-        make_dataset_provider(config.transformer),
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=lambda ranks: embedding_ranks(
-            config.transformer, ranks, config.share_embeddings_and_output_weights
-        ),
-    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, config),
+            make_dataset_provider(config.transformer),
+            ModelType.encoder_or_decoder,
+            forward_step,
+            get_embedding_ranks=lambda ranks: embedding_ranks(
+                config.transformer, ranks, config.share_embeddings_and_output_weights
+            ),
+        )
+    finally:
+        # its thread is not waited for when the process ends, and the last evaluation would be missing
+        if (board := get_tensorboard_writer()) is not None:
+            board.flush()
 
 
 if __name__ == "__main__":
