@@ -8,12 +8,12 @@ that nothing was counted for is left out rather than logged as 0 or NaN.
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from bebop_megatron.entropy import EntropyCurve
+from bebop_megatron.losses.statistics import RowStats
 
 # acceptance of one depth under each rule, and the row statistic that says it
 RULES = {
@@ -25,38 +25,6 @@ RULES = {
 QUANTITIES = {"target entropy": "target_entropy", "draft entropy": "draft_entropy", "kl": "kl"}
 # rules whose acceptance is laid over the target's entropy: those that sampling engines use
 CURVES = ("rejection", "target-only")
-
-
-class RowStatistics(Protocol):
-    """What one batch says of each (depth, anchor), float32 or bool; None where it is not known."""
-
-    @property
-    def alpha(self) -> Tensor | None:
-        """Acceptance under rejection, sum min(p, q): [k, n]."""
-
-    @property
-    def p_argmax_q(self) -> Tensor | None:
-        """Acceptance under target-only, p(argmax q): [k, n]."""
-
-    @property
-    def greedy_target(self) -> Tensor | None:
-        """Whether argmax q = argmax p: [k, n]."""
-
-    @property
-    def greedy_label(self) -> Tensor | None:
-        """Whether argmax q = label: [k, n]."""
-
-    @property
-    def target_entropy(self) -> Tensor | None:
-        """H(p) in nats: [k, n]."""
-
-    @property
-    def draft_entropy(self) -> Tensor | None:
-        """H(q) in nats: [k, n]."""
-
-    @property
-    def kl(self) -> Tensor | None:
-        """KL(p‖q) in nats: [k, n]."""
 
 
 class AcceptanceMeter:
@@ -78,7 +46,7 @@ class AcceptanceMeter:
         for curve in self._curves:
             curve.reset()
 
-    def update(self, stats: RowStatistics, valid: Tensor) -> None:
+    def update(self, stats: RowStats, valid: Tensor) -> None:
         """Add one batch; nothing waits for the device.
 
         Shape: statistics [k, n], valid [k, n] bool. What is not valid may hold anything, even NaN.
@@ -92,15 +60,12 @@ class AcceptanceMeter:
         pairs = []
         for name in RULES.values():
             accepted = getattr(stats, name)
-            prefix = None if accepted is None else accepted.double().cumprod(0)
-            pairs += [_sum_and_count(accepted, valid), _sum_and_count(prefix, chain)]
+            pairs += [_sum_and_count(accepted, valid), _sum_and_count(accepted.double().cumprod(0), chain)]
         pairs += [_sum_and_count(getattr(stats, name), valid) for name in QUANTITIES.values()]
         new = torch.stack(pairs).flatten()
         self._sums = new if self._sums is None else self._sums + new
         for rule, curve in zip(CURVES, self._curves, strict=True):
-            accepted = getattr(stats, RULES[rule])
-            if accepted is not None and stats.target_entropy is not None:
-                curve.update(stats.target_entropy, accepted, valid)
+            curve.update(stats.target_entropy, getattr(stats, RULES[rule]), valid)
 
     def state(self) -> Tensor:
         """Everything counted so far, to add up over ranks: [(2 * rules + quantities) * k * 2 + curves] float64."""
@@ -170,10 +135,8 @@ def _curve_values(rule: str, curve: EntropyCurve, bins: bool) -> dict[str, float
     return out
 
 
-def _sum_and_count(values: Tensor | None, counted: Tensor) -> Tensor:
-    """[k, n] -> [k, 2] float64; zeros for a statistic that is not known."""
-    if values is None:
-        return torch.zeros(counted.shape[0], 2, dtype=torch.float64, device=counted.device)
+def _sum_and_count(values: Tensor, counted: Tensor) -> Tensor:
+    """[k, n] -> [k, 2] float64."""
     return torch.stack([torch.where(counted, values.double(), 0.0).sum(1), counted.sum(1).double()], dim=1)
 
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _DELTA_CHUNK = 64
+# of a hybrid model's pattern; other layers are counted as dense
+_SYMBOLS = {"G": "delta", "*": "attention", "-": "dense", "E": "experts"}
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,8 @@ def layer_bytes(args: Any, kind: str) -> float:
 def kinds(args: Any) -> list[str]:
     """The kind of each backbone layer, in order."""
     if args.hybrid_layer_pattern:
-        symbols = {"G": "delta", "*": "attention", "-": "dense", "E": "experts"}
         main = args.hybrid_layer_pattern.split("/", 1)[0].replace("|", "")
-        return [symbols.get(symbol, "dense") for symbol in main]
+        return [_SYMBOLS.get(symbol, "dense") for symbol in main]
     every = args.linear_attention_freq if args.experimental_attention_variant == "gated_delta_net" else None
     mixers = ["attention"] * args.num_layers
     if isinstance(every, int):
@@ -114,9 +115,8 @@ def kinds(args: Any) -> list[str]:
 def mtp_kind(args: Any) -> str:
     """The kind of the MTP layer: ordinary attention, with the last layer's MLP."""
     if args.hybrid_layer_pattern:
-        symbols = {"*": "attention", "-": "dense", "E": "experts", "G": "delta"}
         heads = args.hybrid_layer_pattern.split("/")
-        return "+".join(symbols[symbol] for symbol in heads[1]) if len(heads) > 1 else "attention+dense"
+        return "+".join(_SYMBOLS.get(symbol, "dense") for symbol in heads[1]) if len(heads) > 1 else "attention+dense"
     return "attention+" + kinds(args)[-1].split("+")[1]
 
 

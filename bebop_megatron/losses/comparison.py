@@ -18,6 +18,10 @@ from bebop_megatron.losses.target_filter import filter_logits, outside_top_k
 if TYPE_CHECKING:
     from bebop_megatron.losses.options import Options
 
+# what of each draft row every rank has a part of; expectations are of logit - global top
+_SUMMED = ("alpha", "covered", "rejected", "cross", "reverse_cross", "p_argmax_q")
+_SUMMED += ("greedy_target", "greedy_label", "label_logit")
+
 
 def _part_of_mean(weight: Tensor, mean: Tensor, shift: Tensor) -> Tensor:
     """This rank's part of an expectation of logit - global top: `mean` is over its own share `weight`."""
@@ -127,43 +131,42 @@ class Comparison:
         """
         draft, target, rows = self.draft, self.target, self.rows
         zero = torch.zeros_like(draft.entropy)
-        parts = [zero] * 9
+        own = dict.fromkeys(_SUMMED, zero)
         if target is not None:
             sides = (draft.local, target.local, rows, draft.share, target.share)
-            overlap = self.backend.overlap(*sides) if tv is None else torch_rows.overlap(*sides, tv)
+            own |= vars(self.backend.overlap(*sides) if tv is None else torch_rows.overlap(*sides, tv))
             weight = _share(target)[rows]
-            parts[0], parts[1], parts[8] = overlap.alpha, overlap.covered, overlap.rejected
-            parts[2] = _part_of_mean(weight, draft.local.cross, draft.shift)
+            own["cross"] = _part_of_mean(weight, draft.local.cross, draft.shift)
             if self.reverse:
-                parts[3] = _part_of_mean(_share(draft), draft.local.reverse_cross, target.shift[rows])
+                own["reverse_cross"] = _part_of_mean(_share(draft), draft.local.reverse_cross, target.shift[rows])
             if self.shard.columns:
                 p = self.backend.probability_at(target.local, rows, draft.local.column)
-                parts[4] = torch.where(draft.first, weight * p, 0)
+                own["p_argmax_q"] = torch.where(draft.first, weight * p, 0)
             same = draft.first & target.first[rows] & (draft.local.column == target.local.column[rows])
-            parts[5] = same.to(zero.dtype)
+            own["greedy_target"] = same.to(zero.dtype)
         if self.label is not None:
             # no column is -1
-            parts[6] = (draft.first & (draft.local.column == self.label)).to(zero.dtype)
-            parts[7] = torch.where(self.label >= 0, draft.local.label_logit + draft.shift, 0)
-        total = self.shard.sum(torch.stack(parts))
+            own["greedy_label"] = (draft.first & (draft.local.column == self.label)).to(zero.dtype)
+            own["label_logit"] = torch.where(self.label >= 0, draft.local.label_logit + draft.shift, 0)
+        total = dict(zip(own, self.shard.sum(torch.stack([*own.values()])), strict=True))
         kl = reverse_kl = target_entropy = zero
         if target is not None:
             target_entropy = target.entropy[rows]
-            kl = draft.log_sum - target_entropy - total[2]
+            kl = draft.log_sum - target_entropy - total["cross"]
             if self.reverse:
-                reverse_kl = target.log_sum[rows] - draft.entropy - total[3]
+                reverse_kl = target.log_sum[rows] - draft.entropy - total["reverse_cross"]
         return RowStats(
-            alpha=total[0].clamp(max=1),
-            covered=total[1],
-            rejected=total[8],
+            alpha=total["alpha"].clamp(max=1),
+            covered=total["covered"],
+            rejected=total["rejected"],
             kl=kl,
             reverse_kl=reverse_kl,
             target_entropy=target_entropy,
             draft_entropy=draft.entropy,
-            p_argmax_q=total[4],
-            greedy_target=total[5] > 0,
-            greedy_label=total[6] > 0,
-            log_q_label=zero if self.label is None else total[7] - draft.log_sum,
+            p_argmax_q=total["p_argmax_q"],
+            greedy_target=total["greedy_target"] > 0,
+            greedy_label=total["greedy_label"] > 0,
+            log_q_label=zero if self.label is None else total["label_logit"] - draft.log_sum,
         )
 
     def direction(self, stats: RowStats, coefficients: dict[str, Tensor], overwrite: bool = False) -> Tensor:

@@ -19,7 +19,9 @@ from bebop_megatron.losses.statistics import RowStats
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """Shape: loss [] float32 (fp64 for fp64 input); alpha [k, n], detached; num_valid [] int64: anchors that count;
+    """The loss of a micro-batch and what was seen on the way.
+
+    Shape: loss [] float32 (fp64 for fp64 input); alpha [k, n], detached; num_valid [] int64: anchors that count;
     stats: every row statistic [k, n], detached, 0 where an entry is not valid; row_nll [n] float32, where asked for.
     """
 

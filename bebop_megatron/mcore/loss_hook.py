@@ -116,8 +116,9 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         # while the backbone is frozen its own loss is only looked at, and shares the target's projection
         alone = _frozen(config, "backbone") if measured is None else None
         metrics = attachment.metrics.measures
+        looked_at = metrics or measured is not None or alone is not None
         target = None
-        if metrics or alone is not None or objective.needs_target(attachment.current_iteration()):
+        if looked_at or objective.needs_target(attachment.current_iteration()):
             target = targets.reach.extend(_whole_sequence(backbone.detach(), config, tp_group), cp_group).flatten(0, 1)
         draft = torch.stack([hidden.flatten(0, 1) for hidden in drafts])
         fused = functools.partial(

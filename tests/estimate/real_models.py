@@ -1,7 +1,7 @@
 """`python -m tests.estimate.real_models`: what tiny models really hold, beside what is estimated, as JSON.
 
 Real parameters, gradient buffers and optimizer states of one rank, allocated on the CPU: Megatron's own builder,
-wrapper and optimizer in torch's fake world, where collectives do nothing.
+wrapper and optimizer in torch's fake world, where collectives do nothing. And Megatron's own estimate of one model.
 """
 
 from __future__ import annotations
@@ -107,11 +107,32 @@ def measure(case: Case) -> dict[str, Any]:
     return out
 
 
+# without what Megatron's function does not know: linear attention, and a repeated MTP layer, which it counts K times
+PLAIN = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--ffn-hidden-size 96 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
+--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 2
+--bf16 --mock-data --use-distributed-optimizer --tokenizer-type NullTokenizer --vocab-size 256
+--untie-embeddings-and-output-weights"""
+
+
+def weights_by_both() -> tuple[float, float]:
+    """Bytes of weights, gradients and optimizer: ours and those of Megatron's own function."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    from bebop_megatron.estimate.report import estimate
+    from bebop_megatron.platform.rehearsal import Rehearsal
+
+    ours = estimate(PLAIN.split(), 8).stages["mtp frozen"][0]
+    theirs = compute_weight_and_optimizer_memory(Rehearsal(PLAIN.split(), 8).args)
+    return ours.parameters + ours.gradients + ours.optimizer, theirs
+
+
 def main() -> None:
     """Print every case's numbers."""
     with contextlib.redirect_stdout(sys.stderr):
         found = {name: measure(case) for name, case in CASES.items()}
-    print(json.dumps(found))
+        both = weights_by_both()
+    print(json.dumps({"cases": found, "by both": both}))
 
 
 if __name__ == "__main__":

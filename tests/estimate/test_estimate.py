@@ -32,11 +32,17 @@ def run(*words):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="allocates the models on the CPU platform")
-def test_parameters_gradients_and_optimizer_of_real_models():
+@pytest.fixture(scope="module")
+def real_models():
+    if torch.cuda.is_available():
+        pytest.skip("allocates the models on the CPU platform")
     done = run("tests.estimate.real_models")
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, found in json.loads(done.stdout).items():
+    return json.loads(done.stdout)
+
+
+def test_parameters_gradients_and_optimizer_of_real_models(real_models):
+    for name, found in real_models["cases"].items():
         for stage, (real, estimated) in enumerate(zip(found["real"], found["estimated"], strict=True)):
             assert real[0] == estimated[0] > 0, (name, stage)
             if "distributed" not in name:
@@ -45,6 +51,11 @@ def test_parameters_gradients_and_optimizer_of_real_models():
             # a distributed optimizer pads its buffers, which is much only in models as small as these
             for what, actual, expected in zip(("gradients", "optimizer"), real[1:], estimated[1:], strict=True):
                 assert expected * 0.99 <= actual <= expected * 1.15, (name, stage, what, actual, expected)
+
+
+def test_against_megatrons_own_count_where_it_counts_right(real_models):
+    ours, theirs = real_models["by both"]
+    assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 def measured_peak(k, n, h, v, kind, joint):
@@ -114,31 +125,6 @@ def test_pipeline_stages_hold_what_one_forward_one_backward_leaves():
     args = arguments(pipeline_model_parallel_size=4)
     assert [activations.in_flight(args, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert activations.in_flight(args, 0, 2) == 2
-
-
-def test_against_megatrons_own_count_where_it_counts_right():
-    """Megatron's function knows no linear attention and counts a repeated MTP layer K times; without them it agrees."""
-    code = """
-import contextlib, sys
-from bebop_megatron.estimate.report import estimate
-from bebop_megatron.platform.rehearsal import Rehearsal
-from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-flags = '''--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
---ffn-hidden-size 96 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
---seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 2
---bf16 --mock-data --use-distributed-optimizer --tokenizer-type NullTokenizer --vocab-size 256
---untie-embeddings-and-output-weights'''.split()
-with contextlib.redirect_stdout(sys.stderr):
-    ours = estimate(flags, 8).stages["mtp frozen"][0]
-    theirs = compute_weight_and_optimizer_memory(Rehearsal(flags, 8).args)
-print(ours.parameters + ours.gradients + ours.optimizer, theirs)
-"""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    # Megatron's log goes to standard output, too
-    ours, theirs = map(float, done.stdout.splitlines()[-1].split())
-    assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 def test_preset_on_the_command_line():

@@ -25,6 +25,7 @@ from bebop_megatron.losses import budget, chunked, fused_linear_objective, vocab
 from bebop_megatron.losses.options import Options
 from bebop_megatron.losses.plan import make_plan
 from tests.losses.collectives import counting
+from tests.losses.communication import check_bytes
 from tests.losses.problem import KINDS, Hidden, Logits, hidden, logits, run_hidden, run_logits
 
 pytestmark = pytest.mark.dist
@@ -130,6 +131,18 @@ def check_sequence_parallel(group: Any) -> None:
         near(grad, expected[:, mine], f"{kind}: gradient of the rank's rows")
         names = [name for name, _ in calls if name != "all_reduce"]
         assert names == ["all_gather_into_tensor", "reduce_scatter_tensor"], calls
+
+
+def check_row_labels(group: Any) -> None:
+    """The language-model loss of target rows, padding columns included, whichever rank holds the label."""
+    padded = hidden(2, 7, 6 * WORLD)
+    labels = torch.tensor([0, 16, -1, 5, 6, 11, 12])
+    options = {"row_labels": labels, "vocab_size": 17, "logit_scale": 0.5, "chunk_tokens": 2}
+    expected = run_hidden(padded, "tv", **options)[0].row_nll
+    logits = 0.5 * padded.target[:7] @ padded.weight.t()
+    near(expected, torch.where(labels < 0, 0, -logits.log_softmax(-1)[range(7), labels]).float(), "one rank", 1e-6)
+    shard = replace(padded, weight=cut(padded.weight, group, 0))
+    near(run_hidden(shard, "tv", group=group, **options)[0].row_nll, expected, "sharded", 1e-6)
 
 
 def check_kind(kind: str, group: Any) -> None:
@@ -291,6 +304,8 @@ CASES: dict[str, Callable[[Any], None]] = {
     **{kind: lambda group, kind=kind: check_kind(kind, group) for kind in KINDS},
     **{f"filters-{k}": lambda group, k=k: check_filters(k, group) for k in ("kl", "tv")},
     "sequence-parallel": check_sequence_parallel,
+    "row-labels": check_row_labels,
+    "bytes-of-the-formula": check_bytes,
     "nothing-valid": check_nothing,
     "ties": check_ties,
     "automatic-chunks": check_automatic_chunks,

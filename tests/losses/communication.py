@@ -1,27 +1,19 @@
 """How many bytes an anchor costs, as docs/loss.md states it, counted at the all-reduces of a gloo group.
 
-Catches: a statistic more than the formula has, a target row that is communicated once per depth, statistics in double
-precision, and anything that grows with the vocabulary.
+A case of the world of `test_vocab_parallel.py`. Catches: a statistic more than the formula has, a target row that is
+communicated once per depth, statistics in double precision, and anything that grows with the vocabulary.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from bebop_megatron.losses import fused_linear_objective
 from tests.losses.collectives import counting
 
-pytestmark = pytest.mark.dist
-
-WORLD = 2
 N = 40
 HIDDEN = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,32 +56,16 @@ def measured(
     return calls
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    group = dist.group.WORLD
+def check_bytes(group: Any) -> None:
+    """The same bytes in one chunk and in several, with few columns and with many."""
     for kind, labelled in (("tv", False), ("tv", True), ("lk-hybrid", False), ("ce", False)):
         for k in (1, 5):
             for dtype in DTYPES:
                 statistics, gradient = formula(k, N, kind, dtype, labelled)
-                # one chunk and several, few columns and many: the same bytes
-                for chunk_tokens, columns in ((None, 11), (None, 300), (7, 11)):
+                for chunk_tokens, columns in ((None, 11), (7, 300)):
                     calls = measured(k, kind, dtype, columns, chunk_tokens, labelled, group)
                     what = f"{kind}, k={k}, {dtype}, chunks of {chunk_tokens} tokens, {columns} columns: {calls}"
                     assert {name for name, _ in calls} == {"all_reduce"}, what
                     assert len(calls) > 6 or chunk_tokens is None, f"one chunk only: {what}"
                     assert calls[-1][1] == gradient, what
                     assert sum(size for _, size in calls[:-1]) == statistics, what
-    dist.destroy_process_group()
-    Path(folder, f"done-{rank}").touch()
-
-
-def test_bytes_are_those_of_the_formula(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path),), nprocs=WORLD)
-    assert all((tmp_path / f"done-{rank}").exists() for rank in range(WORLD))
