@@ -13,10 +13,12 @@ import os
 import queue
 import sys
 import tempfile
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ import torch
 from bebop_megatron.launcher import LOOPBACK, free_port
 from tests.forks import SERVER
 
+# a rank that waits longer for the others fails: what would hang ends here
 _LIMIT = timedelta(seconds=120)
+# what the others then have to fail too, seconds
+_GRACE = 20
 # far more than any table of cases takes
 _STALLED = 500
 
@@ -57,7 +62,20 @@ def _rank_main(rank: int, world: int, folder: str, port: int, compute: Compute, 
     if not failed:
         with contextlib.suppress(RuntimeError):
             torch.distributed.barrier()
-    os._exit(0)
+    os._exit(failed)
+
+
+def _wait(ranks: Sequence[Any]) -> None:
+    """Until all ranks have ended; a while after one has failed they are made to."""
+    deadline = float("inf")
+    while running := [rank for rank in ranks if rank.is_alive()]:
+        connection.wait([rank.sentinel for rank in running], timeout=1)
+        if any(rank.exitcode for rank in ranks):
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        if time.monotonic() > deadline:
+            for rank in running:
+                rank.kill()
+                rank.join()
 
 
 def _worlds_main(folder: str, compute: Compute, worlds: Mapping[int, Mapping[str, Any]]) -> None:
@@ -81,8 +99,25 @@ def _worlds_main(folder: str, compute: Compute, worlds: Mapping[int, Mapping[str
         ]
         for process in ranks:
             process.start()
-        for process in ranks:
-            process.join()
+        _wait(ranks)
+
+
+def _results(folder: Path, size: int, cases: Iterable[str]) -> dict[str, list[Any]]:
+    """What each rank of one world returned for each case.
+
+    Raises:
+        AssertionError: with what every rank has to say.
+    """
+    files = [folder / f"rank{rank}.pt" for rank in range(size)]
+    ranks = [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+    told = []
+    for number, outcome in enumerate(ranks):
+        if outcome is None:
+            told.append(f"rank {number} of {size} died, or was ended because it still waited")
+        else:
+            told += [f"{name}, rank {number}:\n{case['error']}" for name, case in outcome.items() if "error" in case]
+    assert not told, "\n".join(told)
+    return {name: [outcome[name]["result"] for outcome in ranks if outcome is not None] for name in cases}
 
 
 def run_worlds(compute: Compute, worlds: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[Any]]]:
@@ -94,7 +129,6 @@ def run_worlds(compute: Compute, worlds: Mapping[int, Mapping[str, Any]]) -> dic
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    found: dict[int, dict[str, list[Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         parent = SERVER.Process(target=_worlds_main, args=(folder, compute, worlds))
         parent.start()
@@ -103,12 +137,4 @@ def run_worlds(compute: Compute, worlds: Mapping[int, Mapping[str, Any]]) -> dic
             for process in [*psutil.Process(parent.pid).children(recursive=True), psutil.Process(parent.pid)]:
                 process.kill()
             raise AssertionError(f"a world stalled for {_STALLED} seconds")
-        for world, cases in worlds.items():
-            files = [Path(folder) / str(world) / f"rank{rank}.pt" for rank in range(world)]
-            assert all(file.exists() for file in files), f"a rank of the world of {world} processes died"
-            ranks = [torch.load(file, weights_only=True) for file in files]
-            for name in cases:
-                errors = [f"rank {i}:\n{r[name]['error']}" for i, r in enumerate(ranks) if "error" in r.get(name, {})]
-                assert not errors, f"{name}:\n" + "\n".join(errors)
-            found[world] = {name: [rank[name]["result"] for rank in ranks] for name in cases}
-    return found
+        return {world: _results(Path(folder) / str(world), world, cases) for world, cases in worlds.items()}
