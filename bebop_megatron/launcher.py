@@ -1,4 +1,4 @@
-"""What a launcher would set for processes of one machine that no launcher starts."""
+"""What a launcher sets for a process, and would set for those of one machine that no launcher starts."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def rank_environment(rank: int = 0, world: int = 1, port: int | None = None) -> 
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port or free_port()),
     }
+
+
+def is_first() -> bool:
+    """Whether this process looks at files, writes them and talks for all; known before torch.distributed is."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def ensure_environment() -> None:

@@ -5,11 +5,11 @@ Megatron's own training loop, arguments, data, optimizer and checkpoints, with o
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.launcher import is_first
 from bebop_megatron.mcore.checkpoints import is_checkpoint, require_mtp_weights, require_whole
 from bebop_megatron.outputs import check_writable, hold
 
@@ -66,15 +66,10 @@ def _check_data_files(args: Any) -> None:
                         f"--{option.replace('_', '-')} {prefix}: {prefix}{suffix} does not exist. Give the prefix of a "
                         ".bin/.idx pair, for example one made by python -m bebop_megatron.data build"
                     )
-            if _is_first():
+            if is_first():
                 require_whole_pair(prefix)
                 if Path(prefix + MASK_SUFFIX + ".idx").is_file():
                     require_whole_pair(prefix + MASK_SUFFIX)
-
-
-def _is_first() -> bool:
-    """Whether this is the process that looks at files for all: one that ends takes the others with it."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _saves_to(folder: str, args: Any) -> bool:
@@ -91,7 +86,7 @@ def _check_folders(args: Any) -> Any:
         ValueError: no checkpoint where one is named, a damaged one, a folder that cannot be written, another run that
             saves there.
     """
-    if not _is_first():
+    if not is_first():
         return None
     start = _starting_checkpoint(args)
     if start is None and args.pretrained_checkpoint:

@@ -118,8 +118,8 @@ def make(options: argparse.Namespace) -> tuple[Any, Any, Any]:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out.add_argument("--data")
-    out.add_argument("--tokenizer")
+    out.add_argument("--data", metavar="PREFIX", help="of .bin/.idx files, a mask of targets beside them")
+    out.add_argument("--tokenizer", help="Hugging Face folder or name")
     out.add_argument("--steps", type=int, default=1000)
     out.add_argument("--schedule", default="backbone")
     out.add_argument("--lr", type=float, default=3.5e-5)
@@ -136,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Train."""
     options = parser().parse_args()
+    if not options.cpu and not (options.data and options.tokenizer):
+        parser().error("give --data and --tokenizer, or --cpu to try it on random tokens")
     if options.cpu:
         from bebop_megatron.platform import enter
 

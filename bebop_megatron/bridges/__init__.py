@@ -1,1 +1,1 @@
-"""Other people's formats: Hugging Face weights."""
+"""Other people's formats and trainers: Hugging Face weights, Megatron Bridge, NeMo."""

@@ -16,8 +16,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from bebop_megatron.evaluation.console import is_first
 from bebop_megatron.evaluation.options import add_amount, add_decoding, add_source
+from bebop_megatron.launcher import is_first
 from bebop_megatron.outputs import check_writable, reason
 
 COMMANDS = {

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.evaluation.completions import CompletionFile, Job, Writer
-from bebop_megatron.evaluation.console import is_first
 from bebop_megatron.evaluation.options import add_sampling, check_least, config_of
 from bebop_megatron.evaluation.outcome import GenerationResult, merged
 from bebop_megatron.evaluation.prompts import Prompt, read_prompt_records
 from bebop_megatron.evaluation.settings import DecodeConfig, parse_gamma
 from bebop_megatron.evaluation.subject import vocabulary
 from bebop_megatron.evaluation.verify import RULES
+from bebop_megatron.launcher import is_first
 from bebop_megatron.outputs import check_writable, held, reason
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.console import is_first, progress_bar
 from bebop_megatron.evaluation.options import check_least, config_of, labels_of, rules_of
+from bebop_megatron.evaluation.progress import progress_bar
 from bebop_megatron.evaluation.results import (
     EvaluationRow,
     describe,
@@ -34,6 +34,7 @@ from bebop_megatron.evaluation.subject import (
 )
 from bebop_megatron.evaluation.sweep import Cell, Outcome, Plan, Store, run_cell
 from bebop_megatron.evaluation.verify import RULES
+from bebop_megatron.launcher import is_first
 
 TEMPERATURES = [0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.entropy import fit_line, split_change
+from bebop_megatron.evaluation.results import read_json
 from bebop_megatron.outputs import hold
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.records import Event, LineFile, Rollout, write_whole
@@ -38,7 +39,7 @@ class Journal:
         path = self.folder / "config.json"
         now = json.loads(json.dumps(dataclasses.asdict(self.config)))
         if path.is_file():
-            before = json.loads(path.read_text())
+            before = read_json(path)
             changed = sorted(name for name in now if name not in free and now[name] != before.get(name))
             if changed:
                 raise ValueError(
@@ -53,7 +54,7 @@ class Journal:
         Lines of later steps are cut off, later checkpoints removed.
         """
         marker = self.folder / "committed.json"
-        step = json.loads(marker.read_text())["step"] if marker.is_file() else 0
+        step = read_json(marker)["step"] if marker.is_file() else 0
         self.rows = self.steps.cut(step)
         self.trace.cut(step)
         for path in self._checkpoints():

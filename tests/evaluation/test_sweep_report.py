@@ -269,12 +269,15 @@ def test_a_training_log_is_read_and_split(tmp_path, capsys):
     assert payload["over_time"][0]["slope"] == pytest.approx(-0.2, rel=1e-3)
     assert (tmp_path / "out" / "entropy_over_time.png").stat().st_size > 5000
     log.write_text("nothing")
-    with pytest.raises(SystemExit) as stop:
-        main(["entropy", "--log", str(log)])
-    assert "no line with" in str(stop.value)
-    with pytest.raises(SystemExit) as stop:
-        main(["entropy", "--load", "x"])
-    assert "either --prompts" in str(stop.value)
+    (tmp_path / "half.json").write_text("{")
+    for wrong, message in (
+        (["--log", str(log)], "no line with"),
+        (["--load", "x"], "either --prompts"),
+        (["--results", str(tmp_path / "half.json")], r"half\.json is no JSON"),
+        (["--log", str(log), "--report", "/proc/x"], "--report /proc/x cannot be written"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            main(["entropy", *wrong])
 
 
 @on_cpu

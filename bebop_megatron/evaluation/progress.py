@@ -1,16 +1,12 @@
-"""What an evaluation shows while it runs: by the first of its processes, on standard error."""
+"""A progress bar on standard error, drawn by the first of the processes."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-
-def is_first() -> bool:
-    """Whether this process writes files and talks."""
-    return os.environ.get("RANK", "0") == "0"
+from bebop_megatron.launcher import is_first
 
 
 @contextmanager
