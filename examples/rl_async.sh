@@ -12,6 +12,8 @@ BACKBONE_STEPS=${BACKBONE_STEPS:-700}
 HEAD_STEPS=${HEAD_STEPS:-150}
 RL_STEPS=${RL_STEPS:-100}
 DATA=$OUT/data
+# the steps are too small to share: on a busy machine one thread is many times faster
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # shellcheck source=examples/cpu_training.sh
 source examples/cpu_training.sh
 # as long as the longest document: each sample then begins with its question, as a rollout does
@@ -33,7 +35,7 @@ train tv "$HEAD_STEPS" "$DATA/corpus" "$DATA/tokenizer" --pretrained-checkpoint 
   --mtp-loss tv --mtp-freeze-schedule backbone --lr 1e-3 --lr-decay-style constant --lr-warmup-fraction 0.03
 
 stage "GRPO, $RL_STEPS steps: one worker decodes while the learner trains"
-OMP_NUM_THREADS=1 python -m bebop_megatron.rl --load "$OUT/tv" --task "$TASK" --tokenizer "$DATA/tokenizer" \
+python -m bebop_megatron.rl --load "$OUT/tv" --task "$TASK" --tokenizer "$DATA/tokenizer" \
   --output "$OUT/rl" --steps "$RL_STEPS" --groups 8 --group-size 16 --groups-per-rollout 4 --max-new-tokens 64 \
   --rule rejection --gamma 3 --lr 2e-4 --micro-batch-size 64 --probe 0 --save-interval 20 "$@"
 
