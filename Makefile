@@ -75,6 +75,9 @@ study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minut
 rl-study: $(READY) ## Reinforcement learning with and without drafts, six arms: runs/rl_study/ (45 minutes; it resumes)
 	$(BIN)/python -m benchmarks.rl_study
 
+rl-study-stress: $(READY) ## Two frozen heads while entropy is pushed up: runs/rl_study-stress/ (12 minutes after rl-study)
+	$(BIN)/python -m benchmarks.rl_study --stress
+
 rl-study-quick: $(READY) ## The same, small and fast, into runs/rl_study-quick/ (minutes)
 	$(BIN)/python -m benchmarks.rl_study --quick
 

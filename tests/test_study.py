@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +16,14 @@ import pytest
 
 from benchmarks.study import statistics
 from benchmarks.study.command import main
-from benchmarks.study.jobs import Job, Study
-from benchmarks.study.plan import FULL, QUICK, RULES, Cell, Head, all_cells, main_cells
+from benchmarks.study.jobs import Study
+from benchmarks.study.plan import FULL, QUICK, RULES, Cell, all_cells, main_cells
 from benchmarks.study.publish import block, markdown, measured_block, publish, update_document
 from benchmarks.study.results import Difference, difference, load_results, over_seeds, rows_of, select
 from benchmarks.study.statistics import PromptCounts, line, mean, paired_mean, paired_rate, rate
 from benchmarks.study.tables import length_over_entropy, main_table, readings, tables
+from tests.forks import run_module
+from tests.study_process import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = """arm domain loss seed rule gamma temperature attention train_k filters accept_rate accept_length
@@ -213,56 +213,6 @@ def test_mathematics_without_its_text_is_skipped_with_a_line(monkeypatch, tmp_pa
     assert "mathematics is skipped: no GSM8K text" in capsys.readouterr().err
 
 
-_RUN = """
-import sys
-from pathlib import Path
-from benchmarks.study.command import report
-from benchmarks.study.jobs import Study
-from benchmarks.study.runner import Runner
-from tests.test_study import TINY
-
-if __name__ == "__main__":
-    study = Study(Path(sys.argv[1]), TINY, ("math",), Path(sys.argv[2]))
-    count = 0
-    def outcome(job):
-        global count
-        count += 1
-        if count == int(sys.argv[3]):
-            raise KeyboardInterrupt
-        return "done"
-    try:
-        print(Runner(study, 2, print, outcome).run())
-    except KeyboardInterrupt:
-        print("interrupted")
-    report(study)
-"""
-TINY = replace(
-    QUICK,
-    layers=1,
-    hidden=32,
-    ffn=64,
-    vocab_size=320,
-    sequence=32,
-    batch=2,
-    backbone_steps=2,
-    warm_steps=2,
-    head_steps=2,
-    seeds=(1,),
-    losses=("kl", "tv"),
-    train_k=2,
-    gamma=2,
-    prompts=4,
-    decode_batch=4,
-    prompt_tokens=8,
-    new_tokens=6,
-    temperatures=(1.0,),
-    depths=(2,),
-    gammas=(2,),
-    arms=("own",),
-    holdout=0.2,
-)
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 def test_an_interrupted_study_goes_on_and_repeats_nothing(tmp_path):
@@ -274,10 +224,9 @@ def test_an_interrupted_study_goes_on_and_repeats_nothing(tmp_path):
     gsm8k.write_text("\n".join(map(json.dumps, problems)))
 
     def run(stop_after):
-        arguments = [sys.executable, "-c", _RUN, str(output), str(gsm8k), str(stop_after)]
-        done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+        done = run_module("tests.study_process", str(output), str(gsm8k), str(stop_after))
         logs = {file.name: file.read_text()[-1500:] for file in (output / "logs").glob("*.log")}
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+        assert done.returncode == 0, f"{done.output}\n{logs}"
         return done.stdout
 
     printed = run(6)
@@ -307,4 +256,3 @@ def test_an_interrupted_study_goes_on_and_repeats_nothing(tmp_path):
     assert (output / "figures/main.png").stat().st_size > 5000
     # complete: nothing is started, not even Megatron
     assert "[" not in run(0).partition("\n")[0]
-    assert Job("train", "", head=Head("math", "tv")) not in Study(output, TINY, ("math",)).jobs()

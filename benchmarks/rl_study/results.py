@@ -79,8 +79,12 @@ def over_seeds(rows: Sequence[Row], arm: str, name: str, part: slice = slice(Non
 def slope(rows: Sequence[Row], arm: str) -> Line | None:
     """Accept length over entropy, both of whole steps; blocks of steps are the units of its error."""
     found = [row for row in select(rows, arm=arm) if row["accept_length"] is not None and row["entropy"] is not None]
-    units = [row["seed"] * 1_000 + row["step"] // _BLOCK for row in found]
-    return line([row["entropy"] for row in found], [row["accept_length"] for row in found], units)
+    return line([row["entropy"] for row in found], [row["accept_length"] for row in found], [*map(_unit, found)])
+
+
+def _unit(row: Row) -> int:
+    """The block of steps that a row belongs to; no run has 1,000 blocks."""
+    return row["seed"] * 1_000 + row["step"] // _BLOCK
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def reward_difference(rows: Sequence[Row], arm: str) -> Estimate | None:
     def blocks(name: str) -> dict[int, float]:
         sums: dict[int, list[float]] = {}
         for row in select(rows, arm=name):
-            sums.setdefault(row["seed"] * 1_000 + row["step"] // _BLOCK, []).append(row["reward"])
+            sums.setdefault(_unit(row), []).append(row["reward"])
         return {unit: sum(found) / len(found) for unit, found in sums.items()}
 
     own, base = blocks(arm), blocks(BASELINE)

@@ -26,8 +26,8 @@ from bebop_megatron.rl.actors import cluster
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.ledger import Order
 from bebop_megatron.rl.loop import Loop
-from bebop_megatron.rl.tasks import make_task
 from tests.launch import ROOT
+from tests.rl.raising import Raising
 
 pytestmark = [
     pytest.mark.dist,
@@ -35,10 +35,10 @@ pytestmark = [
 ]
 
 # with the bonus every step moves the policy, whatever it is rewarded with
-FLAGS = """--task letters --groups 4 --groups-per-rollout 2 --group-size 4 --micro-batch-size 8 --max-new-tokens 10
---gamma 2 --lr 3e-3 --temperature 1.5 --entropy-bonus 0.1 --mtp-strategy online-tv --save-interval 2
---early-steps 3""".split()
-VOCAB_SIZE = make_task("letters").codec(None).vocab_size
+FLAGS = """--task tests.rl.raising/Raising --groups 4 --groups-per-rollout 2 --group-size 4 --micro-batch-size 8
+--max-new-tokens 10 --gamma 2 --lr 3e-3 --temperature 1.5 --entropy-bonus 0.1 --mtp-strategy online-tv
+--save-interval 2 --early-steps 3""".split()
+VOCAB_SIZE = Raising().codec(None).vocab_size
 # what depends on the machine
 TIMES = {"rollout_seconds", "learner_seconds", "step_seconds", "tokens_per_second"}
 
@@ -212,6 +212,9 @@ def test_rows_say_what_happened(undisturbed):
         assert row["mtp_loss"] is not None
         assert row["grad_norm"] > 0
         assert (row["entropy_part"] is None) == (row["step"] < 3)
+    failed = [row for row in rows if row["failed_rewards"]]
+    assert failed
+    assert all(row["reward_error"] == "KeyError: 'no such thing'" for row in failed)
     start, last = sum(row["accept_length"] for row in rows[:3]) / 3, rows[-1]
     assert last["entropy_part"] + last["mismatch_part"] == pytest.approx(last["accept_length"] - start)
 
