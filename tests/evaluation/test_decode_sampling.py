@@ -20,7 +20,7 @@ from tests.evaluation.test_verify import textbook
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
-SMALL, SAMPLES = 5, 12_000
+SMALL, SAMPLES = 5, 8_000
 SETTINGS = {
     "plain": {},
     "filtered": {"temperature": 1.4, "top_k": 4, "top_p": 0.9, "filter_draft": False},
@@ -73,7 +73,7 @@ def small(megatron):
 
 
 def _config(rule, **overrides):
-    return DecodeConfig(rule=rule, max_new_tokens=3, batch_size=400, **overrides)
+    return DecodeConfig(rule=rule, max_new_tokens=3, batch_size=4000, **overrides)
 
 
 CASES = [("gpt", setting) for setting in SETTINGS] + [("delta-net", "plain"), ("delta-net", "one-draft")]
@@ -140,7 +140,7 @@ STATEMENT_CASES = [
 @pytest.mark.parametrize(("kind", "rule", "temperature", "gamma", "more"), STATEMENT_CASES)
 def test_accepted_drafts_follow_probabilities_that_a_full_forward_confirms(kind, rule, temperature, gamma, more):
     model = tiny.build(vocab_size=8, sharpness=0.2, seed=2, **MODELS[kind])
-    sampling = {"temperature": temperature, "max_new_tokens": 40, "batch_size": 100, "record": True}
+    sampling = {"temperature": temperature, "max_new_tokens": 40, "batch_size": 400, "record": True}
     config = DecodeConfig(rule=rule, gamma=gamma, **sampling, **more)
     prompts = tiny.prompts(*[3] * 400, vocab_size=8)
     result = SpeculativeDecoder(model, config, vocab_size=8).generate(prompts)
@@ -157,7 +157,7 @@ def test_accepted_drafts_follow_probabilities_that_a_full_forward_confirms(kind,
             assert error < 1 or abs((records.accepted[here].double() - probability).sum() / error) < 3, step
 
     checked = 0
-    for index in (records.sequence < 4).nonzero()[:, 0].tolist():
+    for index in (records.sequence < 2).nonzero()[:, 0].tolist():
         sequence, anchor, step = (int(x[index]) for x in (records.sequence, records.anchor, records.step))
         text = prompts[sequence] + result.sequences[sequence].tokens
         # drafts behind the length limit are not in the text
@@ -177,7 +177,7 @@ def test_accepted_drafts_follow_probabilities_that_a_full_forward_confirms(kind,
         assert float(records.accept_prob[index]) == pytest.approx(float(accept), abs=1e-4, rel=1e-3)
         assert not records.accepted[index] or anchor + step + 1 >= len(text) or text[anchor + step + 1] == y
         checked += 1
-    assert checked > 60
+    assert checked > 30
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
