@@ -17,6 +17,11 @@ def flag(name: str, help: str, default: Any = None, **metadata: Any) -> Any:
     return field(default=default, metadata={"flag": name, "help": help, **metadata})
 
 
+def given(config: Any) -> list[str]:
+    """Flags of one of the dataclasses below that have another value than their default."""
+    return [f.metadata["flag"] for f in fields(config) if getattr(config, f.name) != f.default]
+
+
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """What the MTP head is trained on.
@@ -85,9 +90,9 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         if self.loss is None:
-            said = [f.metadata["flag"] for f in fields(self) if getattr(self, f.name) != f.default]
-            if said:
-                raise ValueError(f"{', '.join(said)}: no effect on Megatron's own MTP loss, give --mtp-loss as well")
+            if given(self):
+                named = ", ".join(given(self))
+                raise ValueError(f"{named}: no effect on Megatron's own MTP loss, give --mtp-loss as well")
             return
         if self.loss not in OBJECTIVES:
             raise ValueError(f"unknown MTP loss {self.loss!r}: choose one of {', '.join(sorted(OBJECTIVES))}")

@@ -132,6 +132,7 @@ def prepare(args: Any, config: Any) -> None:
     """
     from megatron.training import get_tokenizer
 
+    from bebop_megatron.config import given
     from bebop_megatron.mcore.compat import write_checkpoints_in_process
     from bebop_megatron.mcore.flags import Flags
     from bebop_megatron.mcore.freeze_checks import schedule_change
@@ -145,6 +146,8 @@ def prepare(args: Any, config: Any) -> None:
     flags.apply(args, config, get_tokenizer().vocab_size, checkpoint)
     if not args.async_save:
         write_checkpoints_in_process()
+    if flags.objective.loss is None and given(flags.metrics):
+        _print_once(f"warning: {', '.join(given(flags.metrics))}: no effect without --mtp-loss")
     keep_best = start_metrics(config.transformer, args, flags.attention.mode)
     install_training_loop(flags.objective, flags.metrics, keep_best)
     change = schedule_change(schedule, freezing, args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bebop_megatron.config import ObjectiveConfig
+from bebop_megatron.config import MetricsConfig, ObjectiveConfig, given
 
 
 def test_a_warm_up_hands_over_linearly_and_then_leaves_nothing_behind():
@@ -18,6 +18,11 @@ def test_each_side_has_the_shared_temperature_unless_it_has_its_own():
     assert ObjectiveConfig(loss="kl", temperature=0.7).keywords(0)["draft_temperature"] == 0.7
     keywords = ObjectiveConfig(loss="kl", temperature=0.7, target_temperature=1.5).keywords(0)
     assert (keywords["draft_temperature"], keywords["target_temperature"]) == (0.7, 1.5)
+
+
+def test_flags_that_were_given_are_known_by_their_names():
+    assert given(MetricsConfig()) == []
+    assert given(MetricsConfig(level="full", entropy_baseline=3)) == ["--mtp-metrics", "--mtp-entropy-baseline"]
 
 
 @pytest.mark.parametrize(

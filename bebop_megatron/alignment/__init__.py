@@ -7,7 +7,7 @@ ask its neighbours for (`reach.py`).
 """
 
 from bebop_megatron.alignment.reach import Reach
-from bebop_megatron.alignment.shard import LAYOUTS, ContextShard, layout_of
+from bebop_megatron.alignment.shard import LAYOUTS, ContextShard
 from bebop_megatron.alignment.tables import Alignment, align, document_ends, valid_entries
 
-__all__ = ["LAYOUTS", "Alignment", "ContextShard", "Reach", "align", "document_ends", "layout_of", "valid_entries"]
+__all__ = ["LAYOUTS", "Alignment", "ContextShard", "Reach", "align", "document_ends", "valid_entries"]

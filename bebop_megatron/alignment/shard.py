@@ -11,11 +11,6 @@ from torch import Tensor
 LAYOUTS = ("zigzag", "contiguous")
 
 
-def layout_of(config: Any) -> str:
-    """How the batches of a model are cut, as `attach` left it on the config; Megatron cuts in zigzag."""
-    return getattr(config, "bebop_cp_layout", "zigzag")
-
-
 @dataclass(frozen=True)
 class ContextShard:
     """One rank's part of sequences that are cut over `size` ranks.

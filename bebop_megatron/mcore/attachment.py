@@ -18,6 +18,7 @@ from bebop_megatron.metrics import AcceptanceMeter
 from bebop_megatron.reduction import StepCounts
 
 _ATTRIBUTE = "bebop_objective"
+_LAYOUT = "bebop_cp_layout"
 # Megatron's logging names neither model nor config, so those in use are remembered here
 _in_use: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
@@ -114,11 +115,16 @@ def attach(
         raise ValueError(f"unknown context-parallel layout {cp_layout!r}: choose one of {', '.join(LAYOUTS)}")
     check_config(config)
     config.mtp_detach_heads = not objective.joint
-    config.bebop_cp_layout = cp_layout
+    setattr(config, _LAYOUT, cp_layout)
     meter = AcceptanceMeter(config.mtp_num_layers)
     attachment = Attachment(objective, vocab_size, meter, metrics=metrics or MetricsConfig())
     setattr(config, _ATTRIBUTE, attachment)
     _in_use.add(attachment)
+
+
+def layout_of(config: Any) -> str:
+    """How the batches of a model are cut over context-parallel ranks; Megatron cuts in zigzag."""
+    return getattr(config, _LAYOUT, "zigzag")
 
 
 def set_iteration(config: Any, completed: int) -> None:

@@ -12,10 +12,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
-from bebop_megatron.alignment import layout_of
 from bebop_megatron.losses import fused_linear_objective
 from bebop_megatron.mcore import compat
-from bebop_megatron.mcore.attachment import Attachment, attached
+from bebop_megatron.mcore.attachment import Attachment, attached, layout_of
 from bebop_megatron.mcore.freeze_state import FreezeState, freeze_state
 from bebop_megatron.mcore.targets import Targets, targets_of
 from bebop_megatron.reduction import StepCounts, local_counts
@@ -125,6 +124,7 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
             fused_linear_objective,
             draft,
             target,
+            weight,
             target_rows=table.target_rows,
             valid=table.valid,
             labels=targets.labels,
@@ -136,13 +136,12 @@ def make_process_mtp_loss(original: Callable[..., Tensor]) -> Callable[..., Tens
         )
         if measured is not None:
             with torch.no_grad():
-                out = fused(weight.detach(), **objective.final_keywords())
+                out = fused(**objective.final_keywords())
             measured.update(objective, out.stats, table.valid)
             return backbone
         counts, replicas = _counts(attachment, targets, cp_group)
         joint = objective.joint and alone is None
         out = fused(
-            weight if joint else weight.detach(),
             row_scale=counts.mean_scale(),
             weight_requires_grad=joint and weight.requires_grad,
             row_labels=None if alone is None or labels is None else _row_labels(labels, loss_mask),

@@ -19,8 +19,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from bebop_megatron.alignment import layout_of
 from bebop_megatron.mcore.anchors import Anchors, find_anchors
+from bebop_megatron.mcore.attachment import layout_of
 from bebop_megatron.mcore.mtp_attention import PER_DEPTH, mtp_attention, require_supported
 from bebop_megatron.mcore.rolling import rolls
 from bebop_megatron.mcore.shared_keys import Call, Carried, ShiftedRotary, stepping, with_shared_keys

@@ -14,8 +14,8 @@ import torch
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from bebop_megatron.alignment import Reach, layout_of
-from bebop_megatron.mcore.attachment import attached
+from bebop_megatron.alignment import Reach
+from bebop_megatron.mcore.attachment import attached, layout_of
 from bebop_megatron.mcore.targets import ends_of, shard_of
 
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from bebop_megatron.alignment import layout_of
+from bebop_megatron.mcore.attachment import layout_of
 from bebop_megatron.mcore.targets import document_bounds, shard_of
 from bebop_megatron.platform.context_parallel import all_gather_sequence
 

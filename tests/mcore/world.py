@@ -126,7 +126,7 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
-    from bebop_megatron.alignment import layout_of
+    from bebop_megatron.mcore.attachment import layout_of
     from bebop_megatron.mcore.sharding import pack, shard
 
     group = parallel_state.get_context_parallel_group()
