@@ -421,7 +421,8 @@ def test_working_memory_stays_in_its_budget(kind, dtype, options, monkeypatch):
     # a block's scratch comes on top
     block = 2**14
     monkeypatch.setattr(rows, "_BLOCK", block)
-    for k, n in ((1, 512), (7, 128), (7, 256)):
+    # that it depends on neither depths nor tokens is no matter of the options
+    for k, n in ((1, 512),) if options else ((1, 512), (7, 128), (7, 256)):
         problem = hidden(k, n, 997, 2).to(dtype)
         # as in training: the target of a depth is the next row
         following = torch.arange(n) + torch.arange(k)[:, None]

@@ -1,5 +1,5 @@
 """The language-model loss that rides on the target's projection. Catches padding left out of the sum, a row of another
-chunk, a loss of rows that nobody asked for, and a changed objective.
+chunk or of a neighbour, a loss of rows that nobody asked for, and a changed objective.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def problem():
     labels[::4] = -1
     return {
         "draft_hidden": torch.randn(K, N, H, generator=generator, requires_grad=True),
-        "target_hidden": torch.randn(N, H, generator=generator),
+        # rows of a neighbour behind one's own
+        "target_hidden": torch.randn(N + K, H, generator=generator),
         "weight": torch.randn(PADDED, H, generator=generator) / 4,
-        "target_rows": (torch.arange(N) + torch.arange(1, K + 1)[:, None]).clamp(max=N - 1),
+        "target_rows": torch.arange(N) + torch.arange(1, K + 1)[:, None],
         "valid": torch.rand(K, N, generator=generator) < 0.6,
         "vocab_size": VOCAB,
         "logit_scale": 0.7,
@@ -34,7 +35,7 @@ def test_equals_cross_entropy_over_the_padded_vocabulary(chunk, temperature):
     inputs, labels = problem()
     options = {"chunk_tokens": chunk, "target_temperature": temperature}
     out = fused_linear_objective(**inputs, **options, row_labels=labels)
-    logits = inputs["target_hidden"] @ inputs["weight"].t() * inputs["logit_scale"]
+    logits = inputs["target_hidden"][:N] @ inputs["weight"].t() * inputs["logit_scale"]
     expected = cross_entropy(logits, labels.clamp(min=0), reduction="none").where(labels >= 0, 0.0)
     torch.testing.assert_close(out.row_nll, expected)
     assert not out.row_nll.requires_grad
@@ -54,7 +55,7 @@ def test_leaves_the_objective_and_its_gradient_as_they_were():
 def test_rows_that_hold_nan_and_are_not_asked_for_do_no_harm():
     inputs, labels = problem()
     inputs["valid"] = torch.zeros(K, N, dtype=torch.bool)
-    inputs["target_hidden"][labels < 0] = torch.nan
+    inputs["target_hidden"][:N][labels < 0] = torch.nan
     out = fused_linear_objective(**inputs, row_labels=labels)
     assert out.row_nll.isfinite().all()
     assert out.row_nll[labels < 0].eq(0).all()
