@@ -74,6 +74,10 @@ def test_attach_refuses_too():
             config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettttmm|L"),
             ObjectiveConfig(loss="tv"),
         )
+    changing = config()
+    changing.hybrid_context_parallel = True
+    with pytest.raises(ValueError, match="use --context-parallel-size alone"):
+        attach(changing, ObjectiveConfig(loss="tv"))
 
 
 @pytest.mark.parametrize(
