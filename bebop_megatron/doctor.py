@@ -16,8 +16,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
+
+from bebop_megatron.optional import has
 
 # the module that is imported, and the distributions that may bring it
 _PACKAGES = {
@@ -76,16 +77,9 @@ def version_of(distributions: tuple[str, ...]) -> str | None:
     return None
 
 
-def _importable(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _advice(name: str, version: str | None) -> tuple[bool | None, str]:
     """Whether an optional package is usable in this version, and what to do if not."""
-    if name == "apex" and version is not None and not _importable("amp_C"):
+    if name == "apex" and version is not None and not has("amp_C"):
         return False, "without amp_C this is not NVIDIA's apex (PyPI's is a web toolkit): pip uninstall apex"
     if name == "nemo" and version is not None and int(version.split(".")[0]) >= 3:
         return False, "nemo.collections.llm is gone since 3.0: pip install 'nemo_toolkit<3', or use Megatron Bridge"
@@ -115,7 +109,7 @@ def _versions(report: Report) -> None:
         if name in ("torch", "megatron-core"):
             module = {"torch": "torch", "megatron-core": "megatron.core"}[name]
             # a source tree on the path is as good as the wheel
-            ok = _importable(module)
+            ok = has(module)
             version = version or ("source tree" if ok else None)
             advice = "" if ok else "pip install 'megatron-core[training]>=0.19,<0.20' torch"
             report.add(section, Line(name, ok, version or "missing", advice), blocks=True)
@@ -128,7 +122,7 @@ def _versions(report: Report) -> None:
 
 def _seams(report: Report) -> None:
     section = "Megatron"
-    if not _importable("megatron.core"):
+    if not has("megatron.core"):
         return
     core = importlib.import_module("megatron.core")
     where = os.path.dirname(str(core.__file__))
@@ -151,7 +145,7 @@ def _seams(report: Report) -> None:
         text = f"{len(mine) - len(problems)} of {len(mine)} as expected" if len(mine) > 1 else "as expected"
         line = Line(group, not problems, "; ".join(problems) or text, "" if not problems else "tested with 0.19.2")
         report.add(section, line, blocks=True)
-    if _importable("megatron.core.datasets.helpers_cpp"):
+    if has("megatron.core.datasets.helpers_cpp"):
         report.add(section, Line("data helper", True, "compiled"))
     else:
         text = "on a CPU: pip install pybind11 && make -C megatron/core/datasets; on a GPU Megatron builds it itself"
@@ -219,7 +213,7 @@ def _kernels(report: Report, gpu: bool) -> None:
         report.add(section, Line("objective, triton", True, "usable"))
     except (ValueError, ImportError) as error:
         report.add(section, Line("objective, triton", False if gpu else None, str(error)))
-    fused = _importable("fused_weight_gradient_mlp_cuda")
+    fused = has("fused_weight_gradient_mlp_cuda")
     advice = "" if fused else "pass --no-gradient-accumulation-fusion, or install Transformer Engine or apex"
     report.add(section, Line("gradient accumulation fusion (apex)", fused or None, str(fused).lower(), advice))
 
@@ -296,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = examine()
     if options.json:
         print(json.dumps({"trains": report.trains, **asdict(report)}, indent=1))
-    elif _importable("rich"):
+    elif has("rich"):
         show(report)
     else:
         sys.exit("error: the tables need rich: pip install rich, or use --json")

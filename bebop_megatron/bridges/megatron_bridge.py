@@ -15,8 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from bebop_megatron.bridges.optional import require
 from bebop_megatron.config import FreezeConfig, MetricsConfig, ObjectiveConfig
+from bebop_megatron.optional import require
 
 BRIDGE_VERSIONS = ("0.6.2",)
 

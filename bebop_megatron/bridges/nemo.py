@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bebop_megatron.bridges.optional import require
 from bebop_megatron.config import FreezeConfig, MetricsConfig, ObjectiveConfig
+from bebop_megatron.optional import require
 
 NEMO_VERSIONS = ("2.7.3",)
 

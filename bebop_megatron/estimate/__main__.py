@@ -10,8 +10,9 @@ import os
 import sys
 import warnings
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Any
+
+from bebop_megatron.optional import has
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "head", "logits", "objective", "total")
 
@@ -114,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
             name: [asdict(stage) | {"total": stage.total} for stage in stages] for name, stages in found.stages.items()
         }
         print(json.dumps(asdict(found) | {"stages": stages}, indent=1))
-    elif find_spec("rich") is not None:
+    elif has("rich"):
         _show(found, options.all)
     else:
         sys.exit("error: the tables need rich: pip install rich, or use --json")

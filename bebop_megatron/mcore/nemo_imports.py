@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
 
 from megatron.core import parallel_state
+
+from bebop_megatron.optional import has
 
 # module that is gone -> the names that NeMo imports from it
 _REMOVED: dict[str, tuple[str, ...]] = {
@@ -28,17 +29,10 @@ def _refuse(self: Any, *_: Any, **__: Any) -> None:
     raise RuntimeError(f"this Megatron-core has no {type(self).__module__} any more, which NeMo 2.7.3 uses here")
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def import_llm() -> Any:
     """`nemo.collections.llm`, imported with what it misses in this Megatron-core."""
     for module, names in _REMOVED.items():
-        if module in sys.modules or _is_there(module):
+        if module in sys.modules or has(module):
             continue
         made = ModuleType(module)
         made.__spec__ = importlib.machinery.ModuleSpec(module, None)
