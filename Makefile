@@ -34,18 +34,19 @@ test-fast: $(READY) ## Run the tests that need neither several processes nor hal
 bridge-check: .venv-bridge/.ready ## Train through Megatron Bridge on a CPU and compare with Megatron's own loop
 	OMP_NUM_THREADS=1 .venv-bridge/bin/python -m pytest -p no:cacheprovider tests/bridges/test_megatron_bridge.py
 
-.venv-bridge/.ready: pyproject.toml .ci/constraints.txt .ci/bridge.txt
+.venv-bridge/.ready: pyproject.toml .ci/constraints.txt .ci/bridge.txt .ci/bridge.lock.txt
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && { [ -x .venv-bridge/bin/python ] || "$$python" -m venv .venv-bridge; }
-	.venv-bridge/bin/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train]' -r .ci/bridge.txt
+	.venv-bridge/bin/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -c .ci/bridge.lock.txt \
+	  -e '.[train]' -r .ci/bridge.txt
 	.venv-bridge/bin/python -m pip install --quiet --progress-bar off --no-deps megatron-bridge==0.6.2
 	@touch $@
 
 nemo-check: .venv-nemo/.ready ## Train through NeMo 2.7.3 on a CPU and compare with Megatron alone
 	OMP_NUM_THREADS=1 .venv-nemo/bin/python -m pytest -p no:cacheprovider tests/bridges/test_nemo.py
 
-.venv-nemo/.ready: pyproject.toml .ci/nemo.txt
+.venv-nemo/.ready: pyproject.toml .ci/nemo.txt .ci/nemo.lock.txt
 	@python=$$(PYTHON="$(PYTHON)" .ci/find_python) && { [ -x .venv-nemo/bin/python ] || "$$python" -m venv .venv-nemo; }
-	.venv-nemo/bin/python -m pip install --quiet --progress-bar off -r .ci/nemo.txt
+	.venv-nemo/bin/python -m pip install --quiet --progress-bar off -c .ci/nemo.lock.txt -r .ci/nemo.txt
 	.venv-nemo/bin/python -m pip install --quiet --progress-bar off --no-deps nemo_toolkit==2.7.3 -e .
 	@touch $@
 
