@@ -168,13 +168,15 @@ def _model_config(args: Any) -> Any:
     """Megatron's model config, prepared.
 
     Raises:
-        ValueError: as `prepare`; missing data files.
+        ValueError: as `prepare`; missing data files; an evaluation that Megatron would fail to plan.
     """
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     from bebop_megatron.mcore.batches import check_packed_arguments
 
     _check_data_files(args)
+    if args.eval_interval is None and not (args.full_validation or args.skip_train):
+        raise ValueError("--eval-interval is missing: give one above --train-iters to evaluate at the end only")
     check_packed_arguments(args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
     prepare(args, config)
