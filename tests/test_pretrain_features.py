@@ -1,7 +1,8 @@
 """Models other than the dense GPT, through the command line, under two layouts.
 
-Catches: a spec that does not build through Megatron's arguments, auxiliary-loss logging that hangs when pipeline stages
-disagree on their layers, experts or delta nets whose losses depend on the layout.
+Catches: a spec that does not build through Megatron's arguments, a stage of MTP layers alone that gets no batch,
+auxiliary-loss logging that hangs when pipeline stages disagree on their layers, experts or delta nets whose losses
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DELTA = """--group-query-attention --num-query-groups 2 --attention-output-gate 
     ],
     ids=["field-cases-20-and-21-stages-that-differ-in-layers", "hybrid-gated-delta-net"],
 )
-def test_two_pipeline_stages_give_the_single_process_losses(tmp_path, model, one, two):
+def test_pipeline_stages_give_the_single_process_losses(tmp_path, model, one, two):
     # pipeline ranks initialise from seeds of their own, so both start from one checkpoint
     flags = ["--mtp-loss", "tv", "--train-iters", "5", "--lr", "1e-3"]
     first = pretrain(*flags, *one, "--save", str(tmp_path), "--save-interval", "2", model=[*COMMON, *model])

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import queue
 import sys
 import tempfile
 import time
@@ -39,15 +38,14 @@ Compute = Callable[[Any, Path], Any]
 
 
 def _rank_main(rank: int, world: int, folder: str, port: int, compute: Compute, cases: Mapping[str, Any]) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from bebop_megatron.mcore.compat import write_checkpoints_in_process
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     # a file store is read again for each of Megatron's fifty process groups. Rank 0 serves it: a server has a thread,
     # and what is forked beside a thread may wait for ever for a lock that it held
     store = torch.distributed.TCPStore(LOOPBACK, port, is_master=rank == 0, wait_for_workers=False, timeout=_LIMIT)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=_LIMIT)
-    # Megatron would start a Python process per rank for a queue that only its asynchronous writer needs
-    filesystem_async._results_queue = queue.Queue()
+    write_checkpoints_in_process()
     out: dict[str, Any] = {}
     failed = False
     for index, (name, case) in enumerate(cases.items()):

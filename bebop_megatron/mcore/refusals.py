@@ -8,18 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.checkpoints import latest_iteration_dir
-
-
-def _mtp_stages(config: Any) -> list[int]:
-    """Pipeline ranks on which a layout puts MTP layers; none without a layout: Megatron then takes the last."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is None or not config.mtp_num_layers:
-        return []
-    return [rank for rank, chunks in enumerate(layout.layout) if any(LayerType.mtp in chunk for chunk in chunks)]
 
 
 def check_config(config: Any) -> None:
@@ -30,7 +22,7 @@ def check_config(config: Any) -> None:
             without Transformer Engine; latent attention under tensor parallelism without sequence parallelism.
     """
     stages = config.pipeline_model_parallel_size
-    if stages > 1 and 0 in _mtp_stages(config):
+    if stages > 1 and 0 in get_mtp_ranks(list(range(stages)), config):
         raise ValueError(
             "--pipeline-model-parallel-layout puts MTP layers (m) on pipeline rank 0, where the first batch hangs: "
             f"give every m to a stage of another rank. With {stages} ranks, stages 1, {stages + 1}, {2 * stages + 1}, "

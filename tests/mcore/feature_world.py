@@ -5,7 +5,7 @@ Weights are set by global parameter name and cut per layout, so each layout star
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,36 @@ def _collect(wrapped: list[Any], read: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def run_case(case: Case, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Job:
+    """What a world does at a time: run a case, or save the checkpoint that a case of this name starts from."""
+
+    name: str
+    case: Case
+    saves: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its key in the world's table."""
+        return f"save for {self.name}" if self.saves else self.name
+
+    def layout(self) -> tuple[Any, ...]:
+        """Jobs with the same one have the same process groups."""
+        case = self.case
+        loss_alone = (case.stages or "").endswith("|L")
+        return case.tp, case.pp, case.ep, case.vpp or 1, loss_alone, loss_alone and case.kind == "tied"
+
+
+def run_job(job: Job, folder: Path) -> dict[str, Any]:
+    """Run one job on this rank."""
+    checkpoint = folder.with_name(f"for {job.name.replace('/', ' ')}")
+    if job.saves:
+        run_and_save(job.case, checkpoint)
+        return {}
+    return run_case(job.case, checkpoint)
+
+
+def run_case(case: Case, checkpoint: Path) -> dict[str, Any]:
     """Run one case on this rank: loss and acceptance, finalized gradients, weights after its optimizer steps."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import load_tensors_metadata
@@ -266,19 +295,17 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     if case.saved_as is not None:
-        source = dataclasses.replace(case.saved_as, steps=case.steps and 1)
-        run_and_save(source, folder)
-        out["keys"] = list(load_tensors_metadata(str(folder)))
+        out["keys"] = list(load_tensors_metadata(str(checkpoint)))
     chunks = build(case)
     config = chunks[0].config
     if case.saved_as is not None and not case.steps:
-        load(chunks, None, folder)
+        load(chunks, None, checkpoint)
     wrapped = wrap(case, chunks)
     for chunk in wrapped:
         chunk.train(case.mode != "eval")
     optimizer = make_optimizer(case, wrapped) if case.steps else None
     if case.saved_as is not None and optimizer is not None:
-        load(chunks, optimizer, folder)
+        load(chunks, optimizer, checkpoint)
     done = 1 if case.saved_as is not None else 0
     for _ in range(max(1, case.steps - done)):
         attachment = attached(config)
@@ -331,9 +358,12 @@ def _merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _layout(case: Case) -> tuple[Any, ...]:
-    first = case.saved_as or case
-    return first.tp, first.pp, first.ep, first.vpp or 1, first.kind == "tied", first.stages or "", bool(case.saved_as)
+def _jobs(cases: dict[str, Case]) -> list[Job]:
+    """All checkpoints, then all cases; each time neighbours of one layout share their process groups."""
+    saved = {name: (case.saved_as, case.steps and 1) for name, case in cases.items() if case.saved_as is not None}
+    saves = [Job(name, replace(source, steps=steps), saves=True) for name, (source, steps) in saved.items()]
+    runs = [Job(name, case) for name, case in cases.items()]
+    return sorted(saves, key=Job.layout) + sorted(runs, key=Job.layout)
 
 
 def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
@@ -344,7 +374,6 @@ def run(worlds: dict[int, dict[str, Case]]) -> dict[str, dict[str, Any]]:
     Raises:
         AssertionError: with the traceback of every rank that failed.
     """
-    # neighbours of one layout share their process groups
-    ordered = {size: dict(sorted(cases.items(), key=lambda item: _layout(item[1]))) for size, cases in worlds.items()}
-    found = run_worlds(run_case, ordered)
-    return {name: _merge(ranks) for cases in found.values() for name, ranks in cases.items()}
+    tables = {size: {job.title: job for job in _jobs(cases)} for size, cases in worlds.items()}
+    found = run_worlds(run_job, tables)
+    return {name: _merge(found[size][name]) for size, cases in worlds.items() for name in cases}

@@ -1,6 +1,7 @@
 """Field cases 14 to 23: faults that users of public MTP trainers reported, each with the value that is right here.
 
-Case 21 needs Megatron's own loop: see `tests/test_pretrain_features.py`.
+Case 21, and the batches that a training run reads for case 20, need Megatron's own loop: see
+`tests/test_pretrain_features.py`.
 """
 
 from __future__ import annotations

@@ -254,19 +254,17 @@ def test_unknown_mode_gets_the_choices():
         set_mtp_attention(model_config().transformer, "kv-share")
 
 
-def hybrid_model(monkeypatch, mode, pattern, **overrides):
-    from megatron.core.models.hybrid import hybrid_block
+def hybrid_model(mode, pattern, **overrides):
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from bebop_megatron.platform.modules import CpuNorm
+    from bebop_megatron.mcore.spec import hybrid_spec
     from tests.mcore.weights import same_weights_everywhere
 
-    # the final norm of a stack is not part of its spec
-    monkeypatch.setattr(hybrid_block, "TENorm", CpuNorm)
     config = drafting.build("per-depth", num_layers=4, **overrides).config
     model = HybridModel(
         config,
-        drafting.hybrid_stack(mode),
+        hybrid_spec(hybrid_stack_spec, mode),
         vocab_size=drafting.VOCAB,
         max_sequence_length=64,
         hybrid_layer_pattern=pattern,
@@ -282,19 +280,19 @@ PATTERNS = {"one": "*-*-" + "/*-" * drafting.DEPTHS, "two-attentions": "*-*-" + 
 
 @pytest.mark.parametrize("mode", ["chain", "first-depth"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_hybrid_model_equals_the_decoder(monkeypatch, mode, pattern):
-    model = hybrid_model(monkeypatch, mode, PATTERNS[pattern])
+def test_hybrid_model_equals_the_decoder(mode, pattern):
+    model = hybrid_model(mode, PATTERNS[pattern])
     ids = random_ids(1, 10)
     hidden = drafting.hidden_by_depth(model, ids).detach()
     assert len(model.mtp.layers[0].attentions) == PATTERNS[pattern].split("/")[1].count("*")
     assert same_as_decoder(model, ids, hidden, [(0, 10)], mode) == 9 + 8 + 7 + 6
 
 
-def test_hybrid_model_recomputes_as_a_whole(monkeypatch):
+def test_hybrid_model_recomputes_as_a_whole():
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     ids, results = random_ids(1, 10), []
     for overrides in ({}, full):
-        model = hybrid_model(monkeypatch, "chain", PATTERNS["one"], mtp_detach_heads=True, **overrides)
+        model = hybrid_model("chain", PATTERNS["one"], mtp_detach_heads=True, **overrides)
         hidden = drafting.hidden_by_depth(model, ids)
         results.append(drafting.gradients(model, hidden[1:]))
     close(results[1], results[0], 5e-6)
@@ -320,17 +318,12 @@ def test_hybrid_specs_of_the_command_line_carry_their_mode():
         assert layer.params["mode"] == mode
 
 
-def test_gated_delta_net_decoder_gets_the_gated_attention_layer_as_its_mtp_layer(clean, monkeypatch):
+def test_gated_delta_net_decoder_gets_the_gated_attention_layer_as_its_mtp_layer(clean):
     # Megatron's own builder refuses MTP here; Qwen3-Next and Qwen3.5 have it
-    from megatron.core.ssm.gated_delta_net import common
-
     from bebop_megatron.mcore.presets import preset
     from bebop_megatron.mcore.spec import per_depth, qwen3_5
     from tests.mcore.weights import same_weights_everywhere
 
-    # deterministic mode takes the torch path, which asks for the kernels' package all the same
-    monkeypatch.setattr(common, "HAVE_FLA", True)
-    monkeypatch.setattr(common, "l2norm", lambda x: torch.nn.functional.normalize(x, dim=-1))
     config = model_config(
         num_layers=4,
         experimental_attention_variant="gated_delta_net",
@@ -339,7 +332,6 @@ def test_gated_delta_net_decoder_gets_the_gated_attention_layer_as_its_mtp_layer
         linear_value_head_dim=8,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        deterministic_mode=True,
     )
     for field, value in preset("qwen3.5").items():
         setattr(config, field, value)

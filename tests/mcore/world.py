@@ -297,7 +297,8 @@ def run(cases: list[tuple[str, Layout, Any]]) -> dict[str, dict[str, Any]]:
         AssertionError: with the traceback of every rank that failed.
     """
     worlds: dict[int, dict[str, tuple[Layout, Any]]] = {}
-    for name, layout, objective in cases:
+    # neighbours of one layout share their process groups
+    for name, layout, objective in sorted(cases, key=lambda case: (case[1].tp, case[1].pp, case[1].cp)):
         worlds.setdefault(layout.world, {})[name] = (layout, objective)
     assert sum(map(len, worlds.values())) == len(cases), "two cases have one name"
     found = run_worlds(step, worlds)
