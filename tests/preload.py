@@ -1,5 +1,6 @@
 """Imported once by the process that every run and world of the tests is forked from: Megatron, on the CPU."""
 
+import gc
 import logging
 import os
 import warnings
@@ -29,3 +30,7 @@ with warnings.catch_warnings():
     import bebop_megatron.pretrain  # noqa: F401
 
     logging.disable(logging.NOTSET)
+
+# garbage collection of the forks need not go through all of Megatron, half a second each time, nor copy its pages
+gc.collect()
+gc.freeze()
