@@ -120,8 +120,9 @@ OTHERS = [
 ]
 WORLDS = {
     "one": cases(ONE, OBJECTIVES) + cases(CONTEXT_ONE, ("tv", "lk")),
-    "two": cases(TWO, OBJECTIVES) + cases(CONTEXT_TWO, ("tv", "lk")),
-    "four": cases(FOUR, OBJECTIVES) + cases(CONTEXT_FOUR, ("tv",)),
+    # one objective for each horizon, and the labels' own
+    "two": cases(TWO, ("tv", "tv-partial", "ce", "lk")) + cases(CONTEXT_TWO, ("tv", "lk")),
+    "four": cases(FOUR, ("tv", "lk")) + cases(CONTEXT_FOUR, ("tv",)),
 }
 
 
