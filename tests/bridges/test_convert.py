@@ -356,8 +356,10 @@ def test_memory_is_a_quarter_of_the_checkpoint(folders, tmp_path):
     planned = [Planned(p.name, s, torch.float32) for row in rows for p, s in zip(row.hf, row.shapes, strict=True)]
     total = sum(tensor.nbytes for tensor in planned)
     with FolderWriter(large / "weights", into_shards(planned, 200 << 20)) as writer:
-        for tensor in planned:
-            writer.write(tensor.name, torch.randn(tensor.shape))
+        # every tensor another stretch of the same numbers: drawing them all would take longer than the conversion
+        numbers = torch.randn(max(tensor.shape.numel() for tensor in planned) + len(planned))
+        for start, tensor in enumerate(planned):
+            writer.write(tensor.name, numbers[start:][: tensor.shape.numel()].view(tensor.shape))
         writer.finish(config, large)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", _MEASURE, str(folders / "qwen3"), str(large / "weights")]
