@@ -38,7 +38,7 @@ train tv "$HEAD_STEPS" "$DATA/corpus" "$DATA/tokenizer" --pretrained-checkpoint 
 stage "GRPO, $RL_STEPS steps: one worker decodes while the learner trains"
 python -m bebop_megatron.rl --load "$OUT/tv" --task "$TASK" --tokenizer "$DATA/tokenizer" \
   --output "$OUT/rl" --steps "$RL_STEPS" --groups 8 --group-size 16 --groups-per-rollout 4 --max-new-tokens 64 \
-  --rule rejection --gamma 3 --lr 3e-4 --micro-batch-size 64 --probe 0 --save-interval 20 "$@"
+  --rule rejection --gamma 3 --lr 1e-4 --micro-batch-size 64 --probe 0 --save-interval 20 "$@"
 
 stage "what changed"
 python - "$OUT/rl/steps.jsonl" <<'PY'

@@ -177,18 +177,19 @@ def replacing(path: str | Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data whose NaN and infinity, which JSON has not, have become None."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: str | Path, payload: dict[str, Any]) -> None:
     """Write all of it or nothing; NaN and infinity, which JSON has not, become null."""
     with replacing(path) as partial:
-        partial.write_text(json.dumps(_finite(payload), indent=2, allow_nan=False) + "\n")
+        partial.write_text(json.dumps(finite(payload), indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from bebop_megatron.evaluation.outcome import ACCEPTED, REACHED, GenerationResult
-from bebop_megatron.evaluation.settings import DecodeConfig
+from bebop_megatron.evaluation import RULES, DecodeConfig, GenerationResult, SpeculativeDecoder, expected_acceptance
+from bebop_megatron.evaluation.loading import load_model
+from bebop_megatron.evaluation.outcome import ACCEPTED, REACHED
 from bebop_megatron.rl.config import RLConfig
 from bebop_megatron.rl.ledger import Order
 from bebop_megatron.rl.records import Event, Group, Probe, Rollout
 from bebop_megatron.rl.reward import Scorer
 from bebop_megatron.rl.task import Codec, Problem, Task
+from bebop_megatron.rl.tasks import make_task
 from bebop_megatron.rl.weights import Shards, load_shards
 
 
@@ -122,8 +124,6 @@ class RolloutWorker:
         )
 
     def _decode(self, order: Order, prompts: list[list[int]]) -> GenerationResult:
-        from bebop_megatron.evaluation.decode import SpeculativeDecoder
-
         settings = decode_config(self.config, self.codec.stop_tokens, order.number)
         decoder = SpeculativeDecoder(self.model, settings, vocab_size=self.codec.vocab_size)
         return decoder.generate(prompts)
@@ -142,9 +142,6 @@ class RolloutWorker:
         """Expected acceptance under both rules, whichever the rollout was decoded with, or none."""
         if not self.config.probe or not getattr(self.model.config, "mtp_num_layers", None):
             return None
-        from bebop_megatron.evaluation.expected import expected_acceptance
-        from bebop_megatron.evaluation.verify import RULES
-
         began = time.time()
         chosen = [(group.prompt, tokens) for group in groups for tokens in group.completions]
         stride = max(1, len(chosen) // self.config.probe)
@@ -175,9 +172,6 @@ def load_worker(name: str, config: RLConfig) -> RolloutWorker:
     Raises:
         ValueError: whatever is wrong with the checkpoint, the task or the tokenizer.
     """
-    from bebop_megatron.evaluation.loading import load_model
-    from bebop_megatron.rl.tasks import make_task
-
     torch.set_num_threads(config.threads)
     task = make_task(config.task)
     codec = task.codec(config.tokenizer)

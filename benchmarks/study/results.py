@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,11 @@ def rows_of(study: Study) -> list[Row]:
     return rows
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def lines_of(rows: Sequence[Row]) -> str:
     """A JSON list with one object on each line."""
-    return "[\n" + ",\n".join(json.dumps(_finite(row), allow_nan=False) for row in rows) + "\n]"
+    from bebop_megatron.evaluation.results import finite
+
+    return "[\n" + ",\n".join(json.dumps(finite(row), allow_nan=False) for row in rows) + "\n]"
 
 
 def write_rows(output: Path, rows: list[Row]) -> list[Row]:
