@@ -34,9 +34,9 @@ TWO = {
     "tp2-sp": Case(tp=2),
     # two stages on each rank
     "pp2-vpp2": Case(pp=2, vpp=2, stages="E|t|t|mmL", iterations=5),
-    "pp2-vpp2-overlap": Case(pp=2, vpp=2, stages="E|t|t|mmL", iterations=5, overlap=True),
+    "pp2-vpp2-overlap": Case(pp=2, vpp=2, stages="E|t|t|mmL", overlap=True),
 }
-THREE = {"separate-mtp-stage": Case(pp=3, stages="Ett|mm|L", iterations=10)}
+THREE = {"separate-mtp-stage": Case(pp=3, stages="Ett|mm|L")}
 WORLDS = {1: ONE, 2: TWO, 3: THREE}
 CYCLE = 5
 # iterations in which the backbone trains
@@ -112,9 +112,10 @@ def test_language_model_loss_is_the_same_under_a_frozen_backbone(found):
 @pytest.mark.parametrize("name", ["pp2-vpp2", "pp2-vpp2-overlap"])
 def test_interleaved_stages_have_the_losses_of_one_process_in_every_phase(found, name):
     (one,), (_, last) = found[1]["adam"], found[2][name]
-    assert last["lm losses"] == pytest.approx(one["lm losses"][:CYCLE], rel=1e-5)
+    # later cycles add up what rounding does to Adam
+    assert last["lm losses"][:CYCLE] == pytest.approx(one["lm losses"][:CYCLE], rel=1e-5)
     # none while the head is frozen
-    assert [loss is None for loss in last["mtp losses"]] == [False, False, True, True, False]
+    assert [loss is None for loss in last["mtp losses"][:CYCLE]] == [False, False, True, True, False]
     trained = [[loss for loss in side["mtp losses"][:CYCLE] if loss is not None] for side in (last, one)]
     assert trained[0] == pytest.approx(trained[1], rel=1e-5)
 
@@ -128,7 +129,7 @@ def test_stages_below_the_head_exchange_no_gradients_under_a_frozen_backbone(fou
     assert exchanged("pp2-tied-overlap", 2, "backbone") == [(0, 0), (0, 0)]
     assert exchanged("pp2-tied-overlap", 2, "none") == [(0, 12), (12, 0)]
     # the head on a stage of its own still hears from the loss behind it
-    assert exchanged("separate-mtp-stage", 3, "backbone") == [(0, 0), (0, 16), (16, 0)]
+    assert exchanged("separate-mtp-stage", 3, "backbone") == [(0, 0), (0, 24), (24, 0)]
 
 
 @pytest.mark.parametrize("name", sorted(ONE))
