@@ -150,7 +150,7 @@ def prepare(args: Any, config: Any) -> None:
         _print_once(f"warning: {', '.join(given(flags.metrics))}: no effect without --mtp-loss")
     keep_best = start_metrics(config.transformer, args, flags.attention.mode)
     install_training_loop(flags.objective, flags.metrics, keep_best)
-    change = schedule_change(schedule, freezing, args)
+    change = schedule_change(freezing, args)
     if change is not None:
         _print_once(f"warning: {change}")
     if not freezing.by_parts:
@@ -172,12 +172,12 @@ def _model_config(args: Any) -> Any:
     """
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    from bebop_megatron.mcore.batches import check_packed_arguments
+    from bebop_megatron.mcore.batches import prepare_packed_arguments
 
     _check_data_files(args)
     if args.eval_interval is None and not (args.full_validation or args.skip_train):
         raise ValueError("--eval-interval is missing: give one above --train-iters to evaluate at the end only")
-    check_packed_arguments(args)
+    prepare_packed_arguments(args)
     config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
     prepare(args, config)
     return config

@@ -92,10 +92,10 @@ def arguments(**given):
     ],
 )
 def test_what_packed_batches_cannot_do_is_refused_before_anything_is_built(given, message):
-    from bebop_megatron.mcore.batches import check_packed_arguments
+    from bebop_megatron.mcore.batches import prepare_packed_arguments
 
     with pytest.raises(ValueError, match=message):
-        check_packed_arguments(arguments(**given))
+        prepare_packed_arguments(arguments(**given))
 
 
 def test_conversation_that_is_none_is_named(tmp_path):

@@ -68,7 +68,8 @@ class Attachment:
         names = ("draft_temperature", "target_temperature", "target_top_p", "target_top_k", "truncate_top_k")
         return {
             "depths": self.meter.num_depths,
-            "attention": self.attention,
+            # Megatron's own way by another word
+            "attention": self.attention or "per-depth",
             **{name: keywords[name] for name in names},
         }
 

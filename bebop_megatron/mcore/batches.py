@@ -28,8 +28,8 @@ def _is_packed(args: Any) -> bool:
     return args.sft or args.dataloader_inter_document_masking
 
 
-def check_packed_arguments(args: Any) -> None:
-    """Refuse what packed batches do not go together with, before anything is built.
+def prepare_packed_arguments(args: Any) -> None:
+    """Refuse what packed batches do not go together with, before anything is built, and ask for none of their masks.
 
     Raises:
         ValueError: naming the flags.

@@ -135,7 +135,7 @@ def follow_training(container: Any, config: Any, options: FreezeConfig, objectiv
     compat.require(compat.BRIDGE_SEAMS)
     schedule = options.parsed_schedule
     if options.by_parts:
-        check_freezing(schedule, options, objective, _as_arguments(container, config))
+        check_freezing(options, objective, _as_arguments(container, config))
     release()
     optimizer, scheduler, line, dataset = compat.BRIDGE_SEAMS
     callbacks: list[Callback] = []

@@ -49,4 +49,4 @@ class Flags:
         if self.attention.mode is not None or self.objective.loss is not None:
             use_mtp_attention(config, self.attention.mode)
         if self.freezing.by_parts:
-            check_freezing(self.freezing.parsed_schedule, self.freezing, self.objective, args)
+            check_freezing(self.freezing, self.objective, args)

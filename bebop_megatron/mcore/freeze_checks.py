@@ -8,7 +8,6 @@ from typing import Any
 from bebop_megatron.config import FreezeConfig, ObjectiveConfig
 from bebop_megatron.mcore.arguments import config_from_args
 from bebop_megatron.mcore.checkpoints import is_checkpoint, latest_iteration_dir
-from bebop_megatron.schedule.phases import FreezeSchedule
 
 # options of Megatron under which a part cannot be left out of a step, or a module not out of a graph
 _UNSUPPORTED = (
@@ -35,12 +34,13 @@ def _check_support(args: Any) -> None:
             raise ValueError(f"{flag} cannot be combined with a freeze schedule or the --mtp-lr family: drop one")
 
 
-def check_freezing(schedule: FreezeSchedule, options: FreezeConfig, objective: ObjectiveConfig, args: Any) -> None:
+def check_freezing(options: FreezeConfig, objective: ObjectiveConfig, args: Any) -> None:
     """See that schedule, objective and Megatron's arguments go together.
 
     Raises:
         ValueError: with the option that is missing or has to go.
     """
+    schedule = options.parsed_schedule
     asked = f"--mtp-freeze-schedule {options.schedule}" if options.schedule else "the --mtp-lr family"
     if not args.mtp_num_layers and not args.hybrid_layer_pattern:
         raise ValueError(f"{asked} needs MTP layers: add --mtp-num-layers")
@@ -58,7 +58,7 @@ def check_freezing(schedule: FreezeSchedule, options: FreezeConfig, objective: O
     _check_support(args)
 
 
-def schedule_change(schedule: FreezeSchedule, options: FreezeConfig, args: Any) -> str | None:
+def schedule_change(options: FreezeConfig, args: Any) -> str | None:
     """What a run that resumes from `--load` with this schedule does differently; None if it goes on as before.
 
     Raises:
@@ -82,7 +82,7 @@ def schedule_change(schedule: FreezeSchedule, options: FreezeConfig, args: Any) 
         return None
     iteration = int(common.get("iteration", 0))
     was, now = before.schedule or "none", options.schedule or "none"
-    change = old.change_at(schedule, iteration)
+    change = old.change_at(options.parsed_schedule, iteration)
     return f"the freeze schedule changes at iteration {iteration}, from {was} to {now}: {change}"
 
 

@@ -117,7 +117,7 @@ def follow_training(config: Any, options: FreezeConfig, objective: ObjectiveConf
     # what else cannot go together is in NeMo's trainer and optimizer, which are made later
     known = {"optimizer": "adam", "clip_grad": 1.0, "hybrid_layer_pattern": None}
     known["mtp_num_layers"] = config.mtp_num_layers
-    check_freezing(schedule, options, objective, SimpleNamespace(**known))
+    check_freezing(options, objective, SimpleNamespace(**known))
     state = follow_schedule(config, schedule)
     install_freezing(options)
     setattr(config, _LOOP, FreezeLoop(options))

@@ -166,13 +166,13 @@ class Rehearsal:
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
         from bebop_megatron.mcore import install
-        from bebop_megatron.mcore.batches import check_packed_arguments
+        from bebop_megatron.mcore.batches import prepare_packed_arguments
         from bebop_megatron.mcore.flags import Flags
 
         install()
         args = self.args
         try:
-            check_packed_arguments(args)
+            prepare_packed_arguments(args)
             flags = Flags.of(args)
             self.objective, self.schedule = flags.objective, flags.freezing.parsed_schedule
             config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)

@@ -9,14 +9,13 @@ import pytest
 from bebop_megatron.config import FreezeConfig, ObjectiveConfig
 from bebop_megatron.mcore.freeze_checks import check_freezing
 from bebop_megatron.mcore.freeze_optimizer import PART, STEPS, with_own_learning_rate
-from bebop_megatron.schedule.phases import FreezeSchedule
 
 
 def check(schedule="backbone:5,none:5", objective=None, args=None, **options):
     given = {"mtp_num_layers": 2, "hybrid_layer_pattern": None, "optimizer": "adam", "clip_grad": 1.0, **(args or {})}
     freezing = FreezeConfig(schedule=schedule, **options)
     objective = ObjectiveConfig(loss="tv") if objective is None else objective
-    check_freezing(FreezeSchedule.parse(schedule or "none"), freezing, objective, Namespace(**given))
+    check_freezing(freezing, objective, Namespace(**given))
 
 
 @pytest.mark.parametrize(
