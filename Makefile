@@ -96,7 +96,7 @@ wheel: $(READY) ## Build the package into dist/
 vllm-check: $(READY) $(VLLM)/.ready ## Let vLLM judge exported heads on the CPU: runs/vllm_check/ (FLAGS="--plant drop-fc" has to fail)
 	$(BIN)/python -W ignore -m benchmarks.vllm_check $(FLAGS)
 
-$(VLLM)/.ready: benchmarks/vllm_check/install.sh
+$(VLLM)/.ready: benchmarks/vllm_check/install.sh .ci/vllm.lock.txt
 	PYTHON="$(PYTHON)" benchmarks/vllm_check/install.sh $(VLLM)
 
 format: $(READY) ## Format the code

