@@ -1,7 +1,8 @@
 """Runs `examples/bridge_adapt.py` several times: Bridge is imported once, and every run is a fork of that process.
 
 Reads `{name: [argument, ...]}` from standard input and writes NAME.log and codes.json into the folder it is given. The
-first argument says how: `run`, `stock` (with Bridge's own forward step), or `build` (a recipe, without training).
+first argument says how: `run`, `pair` (two ranks), `stock` (with Bridge's own forward step), or `build` (a recipe,
+without training).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from bebop_megatron.launcher import rank_environment
+from bebop_megatron.launcher import free_port, rank_environment
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "bridge_adapt.py"
 
@@ -37,10 +38,11 @@ def _run(arguments: list[str]) -> None:
 
 
 def _fork(arguments: list[str], log: Path, environment: dict[str, str]) -> int:
+    """Start a rank; -> its process id."""
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return child
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.environ.update(environment)
@@ -66,7 +68,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     runs = json.loads(sys.stdin.read())
     enter_bridge()
-    codes = {name: _fork(arguments, folder / f"{name}.log", rank_environment()) for name, arguments in runs.items()}
+    codes = {}
+    for name, arguments in runs.items():
+        world, port = 2 if arguments[0] == "pair" else 1, free_port()
+        ranks = [_fork(arguments, folder / f"{name}.log", rank_environment(i, world, port)) for i in range(world)]
+        codes[name] = max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks)
     (folder / "codes.json").write_text(json.dumps(codes))
 
 

@@ -69,6 +69,8 @@ class Runs:
             if name != "qwen3":
                 where = [f"checkpoint.{key}={root}/out-{name}" for key in ("save", "load")]
                 runs[f"trained-{name}"] = ["run", recipe, *settings, *where, "train.train_iters=2"]
+        sharded = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
+        runs["tp2"] = ["pair", *ours, *sharded, f"checkpoint.save={root}/tp2", "train.train_iters=4"]
         self.codes = self._fork(runs)
         flags = (root / "qwen3" / "mcore" / "megatron_arguments.txt").read_text().split()
         data = ["--data-path", f"{root}/data", "--data-cache-path", f"{root}/cache-megatron"]
@@ -132,6 +134,21 @@ def test_losses_and_acceptance_are_those_of_megatrons_loop(runs):
                 assert line[name] == expected[name]
             else:
                 assert float(line[name]) == pytest.approx(float(expected[name]), rel=2e-6, abs=1e-9), (iteration, name)
+
+
+def test_two_ranks_that_share_every_layer_give_the_same_losses(runs):
+    one, two = log(runs.text("ours")), log(runs.text("tp2"))
+    assert sorted(two) == [1, 2, 3, 4]
+    for iteration, line in two.items():
+        judged = [
+            name for name in one[iteration] if name.startswith(("mtp tv", "mtp alpha", "mtp accept", "lm loss", "grad"))
+        ]
+        assert len(judged) > 6 or iteration == 4
+        for name in judged:
+            assert float(line[name]) == pytest.approx(float(one[iteration][name]), rel=1e-5, abs=1e-8), (
+                iteration,
+                name,
+            )
 
 
 def test_bridges_own_forward_step_trains_on_prompts(runs):
