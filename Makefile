@@ -22,7 +22,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(BIN)/python -m pip install --quiet --progress-bar off -c .ci/constraints.txt -e '.[train,rl,dev,docs]'
 	@touch $@
 
-demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about ten minutes): runs/demo/
+demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about five minutes): runs/demo/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart_cpu.sh
 
 test: $(READY) ## Run the whole test suite
