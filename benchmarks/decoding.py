@@ -206,7 +206,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from bebop_megatron.evaluation.results import replacing
+    from bebop_megatron.outputs import replacing
 
     setting, environment = data["setting"], data["environment"]
     # a Figure of its own: no global state, no display
@@ -279,7 +279,8 @@ def main(argv: list[str] | None = None) -> None:
         except (OSError, ValueError) as error:
             raise SystemExit(f"error: --data {args.data} cannot be read: {error}") from error
     else:
-        from bebop_megatron.evaluation.results import environment, write_json
+        from bebop_megatron.evaluation.environment import environment
+        from bebop_megatron.outputs import write_json
 
         torch.set_num_threads(args.threads)
         measured_in = environment() | {"load_before": round(os.getloadavg()[0], 2)}

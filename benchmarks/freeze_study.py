@@ -24,7 +24,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import environment, load_rows
+from bebop_megatron.evaluation.environment import environment
+from bebop_megatron.evaluation.results import load_rows
 from bebop_megatron.outputs import check_writable
 
 HERE = Path(__file__).parent

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import EvaluationRow, by_setting, describe, replacing
+from bebop_megatron.evaluation.results import EvaluationRow, by_setting, describe
+from bebop_megatron.outputs import replacing
 
 # Okabe-Ito: told apart under every common colour blindness; a loss keeps its colour in every figure
 STYLES = {

@@ -11,9 +11,9 @@ import torch
 from bebop_megatron.entropy import EntropyCurve
 from bebop_megatron.evaluation.estimate import Estimate
 from bebop_megatron.evaluation.figure import plain, styles_of
-from bebop_megatron.evaluation.results import replacing
 from bebop_megatron.evaluation.speed import Speed
 from bebop_megatron.evaluation.sweep import Outcome
+from bebop_megatron.outputs import replacing
 
 # a bin with fewer tokens is noise
 _LEAST_IN_BIN = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import replacing
+from bebop_megatron.outputs import replacing
 from benchmarks.loss.contenders import LABELS
 from benchmarks.loss.results import MIB, contenders_of, gradient_bytes, time_ratio
 

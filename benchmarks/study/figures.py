@@ -208,7 +208,7 @@ _ARMS: dict[str, Panel] = {
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Write a figure as PNG and SVG, all of it or nothing; returns the files."""
-    from bebop_megatron.evaluation.results import replacing
+    from bebop_megatron.outputs import replacing
 
     files = []
     for kind in ("png", "svg"):
