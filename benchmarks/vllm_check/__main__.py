@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.command import gsm8k_file
+from benchmarks.study.corpora import gsm8k_file
 from benchmarks.study.decoding import read_tokens
 from benchmarks.vllm_check import plants, training
 from benchmarks.vllm_check.comparison import Row, as_json, compare, table

@@ -18,10 +18,8 @@ VOCAB, POSITIONS = 32, 96
 
 
 @contextmanager
-def megatron_world(
-    rank: int = 0, world: int = 1, store: str | None = None, tensor_parallel: int | None = None
-) -> Iterator[None]:
-    """Megatron on the CPU, every `tensor_parallel` ranks (default: all) one copy; taken down again at the end."""
+def megatron_world() -> Iterator[None]:
+    """Megatron on the CPU, a world of one process; taken down again at the end."""
     from bebop_megatron.platform import enter, leave
 
     threads = torch.get_num_threads()
@@ -36,11 +34,9 @@ def megatron_world(
             model_parallel_cuda_manual_seed,
         )
 
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store or folder}/store", rank=rank, world_size=world
-        )
-        parallel_state.initialize_model_parallel(tensor_parallel or world)
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(1)
         try:
