@@ -120,7 +120,7 @@ def write_json(path: str | Path, payload: dict[str, Any]) -> None:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """What `write_json` wrote.
+    """The object that a file holds.
 
     Raises:
         ValueError: no JSON, or no object, with the file's name.
@@ -130,7 +130,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(payload, dict):
-        raise ValueError(f"{path} is JSON, but no object: nothing here wrote it")
+        raise ValueError(f"{path} is JSON, but no object")
     return payload
 
 
