@@ -1,9 +1,11 @@
-"""Outputs that are checked before the work and that one process at a time writes."""
+"""Outputs that are checked before the work, written by one process at a time, and there whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import math
 import os
 import shutil
 import tempfile
@@ -82,6 +84,54 @@ def held(path: str | Path, option: str) -> Iterator[None]:
     finally:
         Path(lock.name).unlink(missing_ok=True)
         lock.close()
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A path to write to that takes `path`'s place when all is written."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write all of it or nothing."""
+    with replacing(path) as partial:
+        partial.write_text(text)
+
+
+def finite(value: Any) -> Any:
+    """Plain data whose NaN and infinity, which JSON has not, have become None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: str | Path, payload: dict[str, Any]) -> None:
+    """Write all of it or nothing; NaN and infinity, which JSON has not, become null."""
+    write_text(path, json.dumps(finite(payload), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        ValueError: no JSON, or no object, with the file's name.
+    """
+    try:
+        payload = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(payload, dict):
+        raise ValueError(f"{path} is JSON, but no object")
+    return payload
 
 
 class PartialFolder:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 from benchmarks.loss.results import Ratio
 from benchmarks.loss.run import machine_name
 
@@ -29,11 +30,9 @@ MODEL = """--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} 
 --group-query-attention --num-query-groups 2 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear
 --position-embedding-type rope --rotary-base 1000000 --seq-length 256 --max-position-embeddings 1024 --mtp-num-layers 3
 --mtp-use-repeated-layer --hidden-dropout 0 --attention-dropout 0"""
-RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0
---no-create-attention-mask-in-dataloader --ckpt-format torch_dist --exit-signal-handler --micro-batch-size 8
---global-batch-size 8 --log-interval 10 --save-interval 50 --eval-interval 100000 --eval-iters 1 --split 99,1,0
---tokenizer-type HuggingFaceTokenizer"""
+RUN = """--num-workers 0 --no-create-attention-mask-in-dataloader --ckpt-format torch_dist --exit-signal-handler
+--micro-batch-size 8 --global-batch-size 8 --log-interval 10 --save-interval 50 --eval-interval 100000 --eval-iters 1
+--split 99,1,0 --tokenizer-type HuggingFaceTokenizer"""
 
 
 def _note(text: str) -> None:
@@ -60,7 +59,7 @@ def _train(folder: Path, args: argparse.Namespace, name: str, steps: int, *flags
     data += ["--tokenizer-model", str(folder / "tokenizer")]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "bebop_megatron.pretrain"]
     places = ["--save", str(folder / name), "--load", str(folder / name), "--train-iters", str(steps)]
-    _python(folder / f"{name}.log", *launcher, *shape, *RUN.split(), *data, *places, *flags)
+    _python(folder / f"{name}.log", *launcher, *shape, *ON_CPU, *UNFUSED, *RUN.split(), *data, *places, *flags)
 
 
 def prepare(folder: Path, args: argparse.Namespace) -> None:
@@ -206,7 +205,7 @@ def plot(data: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from bebop_megatron.evaluation.results import replacing
+    from bebop_megatron.outputs import replacing
 
     setting, environment = data["setting"], data["environment"]
     # a Figure of its own: no global state, no display
@@ -279,7 +278,8 @@ def main(argv: list[str] | None = None) -> None:
         except (OSError, ValueError) as error:
             raise SystemExit(f"error: --data {args.data} cannot be read: {error}") from error
     else:
-        from bebop_megatron.evaluation.results import environment, write_json
+        from bebop_megatron.evaluation.environment import environment
+        from bebop_megatron.outputs import write_json
 
         torch.set_num_threads(args.threads)
         measured_in = environment() | {"load_before": round(os.getloadavg()[0], 2)}

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bebop_megatron.evaluation.results import environment
+from bebop_megatron.evaluation.environment import environment
 
 PHASES = {"frozen backbone": "backbone", "frozen MTP": "mtp", "joint": "none"}
 SCHEDULE = "backbone:1,mtp:1,none:1"

@@ -24,8 +24,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import environment, load_rows
+from bebop_megatron.evaluation.environment import environment
+from bebop_megatron.evaluation.results import load_rows
 from bebop_megatron.outputs import check_writable
+from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 
 HERE = Path(__file__).parent
 
@@ -33,9 +35,7 @@ MODEL = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attentio
 --num-query-groups 2 --kv-channels 32 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear
 --position-embedding-type rope --rotary-base 1000000 --seq-length 256 --max-position-embeddings 1024
 --mtp-num-layers 3 --mtp-use-repeated-layer --hidden-dropout 0 --attention-dropout 0""".split()
-RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
---no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --micro-batch-size 8
+RUN = """--no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --micro-batch-size 8
 --global-batch-size 8 --log-interval 10 --eval-iters 4 --split 98,2,0 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
 --lr-warmup-fraction 0.05""".split()
 TOKENS_PER_STEP = 8 * 256
@@ -87,7 +87,7 @@ def train(name: str, flags: list[str], seed: int, args: argparse.Namespace) -> d
     tracker = root / "latest_checkpointed_iteration.txt"
     if not (tracker.is_file() and tracker.read_text() == str(args.steps) and log.is_file()):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        command += ["-m", "bebop_megatron.pretrain", *MODEL, *RUN, "--mtp-loss", args.loss, *flags]
+        command += ["-m", "bebop_megatron.pretrain", *MODEL, *ON_CPU, *UNFUSED, *RUN, "--mtp-loss", args.loss, *flags]
         command += [
             "--seed",
             str(1234 + seed),

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bebop_megatron.evaluation.results import environment, write_json
+from bebop_megatron.evaluation.environment import environment
 from bebop_megatron.losses import OBJECTIVES, fused_linear_objective, vocab_parallel_objective
 from bebop_megatron.losses.reference import reference_objective
+from bebop_megatron.outputs import write_json
 from benchmarks.loss.cases import Case, Problem, gpu_suite, make_problem
 from benchmarks.loss.contenders import FLOOR, BareProducts
 from benchmarks.loss.measure import fastest_rows, peak_of, seconds

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bebop_megatron.evaluation.results import environment
+from bebop_megatron.evaluation.environment import environment
 from benchmarks.freeze_step import Training, add_sizes, one_process, write_results
 
 LEVELS = ("off", "summary", "full")

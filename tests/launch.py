@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 from tests.forks import Run, run_module
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,11 +18,13 @@ MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query
 --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 64 --normalization RMSNorm --disable-bias-linear --swiglu
 --qk-layernorm --position-embedding-type rope --untie-embeddings-and-output-weights --mtp-num-layers 2
 --mtp-use-repeated-layer --hidden-dropout 0 --attention-dropout 0""".split()
-RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0
---ckpt-format torch_dist --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant --log-interval 1
---eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer --vocab-size 95
---distributed-timeout-minutes 2""".split()
+RUN = [
+    *ON_CPU,
+    *UNFUSED,
+    *"""--num-workers 0 --ckpt-format torch_dist --micro-batch-size 2 --global-batch-size 4 --lr 1e-2
+    --lr-decay-style constant --log-interval 1 --eval-interval 1000000 --eval-iters 1 --tokenizer-type NullTokenizer
+    --vocab-size 95 --distributed-timeout-minutes 2""".split(),
+]
 
 
 def _flags(arguments: tuple[str, ...], mock_data: bool = True, model: list[str] = MODEL) -> list[str]:

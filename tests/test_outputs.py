@@ -1,11 +1,13 @@
-"""Outputs: found unwritable before the work, written by one process at a time.
+"""Outputs: found unwritable before the work, written by one process at a time, there whole or not at all.
 
 Catches: hours of work whose result cannot be written, two runs that mix their files, a lock that outlives its run or
-that a forked child keeps.
+that a forked child keeps; a half written file after a crash; NaN in JSON.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bebop_megatron.outputs import PartialFolder, check_writable, held, hold
+from bebop_megatron.outputs import PartialFolder, check_writable, held, hold, read_json, replacing, write_json
 
 # holds what it is told to until its input ends
 HOLDER = """
@@ -101,3 +103,30 @@ def test_full_disk_in_a_conversion_is_one_error_and_leaves_nothing(tmp_path, mon
     with pytest.raises(OSError, match="No space left"), TorchDistWriter(tmp_path / "mcore") as writer:
         writer.add("x", tensor)
     assert not list(tmp_path.iterdir())
+
+
+def test_values_that_are_not_finite_become_null(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [math.nan, 1.5, (math.inf,)]})
+    assert read_json(tmp_path / "a.json") == {"a": [None, 1.5, [None]]}
+
+
+def _write_half(path):
+    path.write_text("{")
+    raise InterruptedError
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"a": object()})
+    with pytest.raises(InterruptedError), replacing(tmp_path / "a.json") as partial:
+        _write_half(partial)
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_who_reads_while_it_is_written_sees_the_old_file_whole(tmp_path):
+    write_json(tmp_path / "a.json", {"a": 1})
+    with (tmp_path / "a.json").open() as reader:
+        write_json(tmp_path / "a.json", {"b": 2})
+        assert json.load(reader) == {"a": 1}

@@ -12,6 +12,7 @@ import torch
 
 from bebop_megatron.mcore.checkpoints import checkpoint_keys, latest_iteration_dir
 from tests.launch import log, pretrain, start
+from tests.saved import saved_tensors
 
 FROZEN = {"adam": [], "distributed-optimizer": ["--use-distributed-optimizer"]}
 FROZEN_STAGE = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--train-iters", "3"]
@@ -30,22 +31,6 @@ BAD = {
 }
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
-
-
-def tensors(root):
-    """Every model tensor of the newest checkpoint below `root`, on one process."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(latest_iteration_dir(root))
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith("optimizer.")
-    }
-    load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def under_torchrun(*flags, processes=1, status=0):
@@ -113,7 +98,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(base, runs):
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_backbone_is_bit_identical_and_head_moves(base, runs, name):
     runs[0][name].succeeded()
-    before, after = tensors(base[0]), tensors(runs[1] / name)
+    before, after = (saved_tensors(latest_iteration_dir(root)) for root in (base[0], runs[1] / name))
     assert before.keys() == after.keys()
     backbone = [name for name in before if not name.startswith("mtp.")]
     head = [name for name in before if name.startswith("mtp.")]

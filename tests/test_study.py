@@ -206,7 +206,7 @@ def test_measured_block_of_the_document_is_that_of_its_data_file():
 
 def test_mathematics_without_its_text_is_skipped_with_a_line(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("GSM8K", raising=False)
-    monkeypatch.setattr("benchmarks.study.command._GSM8K_NAMES", ())
+    monkeypatch.setattr("benchmarks.study.corpora._GSM8K_NAMES", ())
     with pytest.raises(SystemExit, match=r"--gsm8k, .* is no file"):
         main(["--quick", "--gsm8k", str(tmp_path / "none"), "--output", str(tmp_path)])
     main(["--quick", "--report-only", "--output", str(tmp_path)])

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.outputs import read_json
+
 
 @dataclass(frozen=True)
 class Family:
@@ -141,10 +143,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    return read_json(path)
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from bebop_megatron.outputs import PartialFolder
+from bebop_megatron.outputs import PartialFolder, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {
@@ -55,13 +55,6 @@ class TensorInfo:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-
-
 def _header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         start = file.read(8)
@@ -93,7 +86,7 @@ class FolderReader:
         self.folder = Path(folder)
         index = self.folder / INDEX
         if index.is_file():
-            places = _json(index)["weight_map"]
+            places = read_json(index)["weight_map"]
             files = sorted(set(places.values()))
         elif (self.folder / SINGLE).is_file():
             places, files = None, [SINGLE]

@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     from bebop_megatron.evaluation.measure import evaluate
     from bebop_megatron.evaluation.report import print_table
-    from bebop_megatron.evaluation.results import summary_payload, write_json
+    from bebop_megatron.evaluation.results import summary_payload
     from bebop_megatron.evaluation.sweep_report import run, write_report
+    from bebop_megatron.outputs import write_json
 
     try:
         # at the end of the measurement it would be too late

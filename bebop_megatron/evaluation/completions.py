@@ -17,7 +17,7 @@ from typing import Any
 
 from bebop_megatron.evaluation.outcome import Continuation
 from bebop_megatron.evaluation.prompts import Prompt
-from bebop_megatron.evaluation.results import read_json, write_json
+from bebop_megatron.outputs import read_json, write_json
 
 # what a decoder cannot write as text ends in: half a character
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.entropy import fit_line, split, split_change
-from bebop_megatron.evaluation.results import read_json
+from bebop_megatron.outputs import read_json
 
 _LOG_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
 

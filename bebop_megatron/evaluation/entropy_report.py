@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.evaluation.entropy_points import Point, from_log, from_results, over_time, point_of
+from bebop_megatron.evaluation.environment import environment, versions
 from bebop_megatron.evaluation.options import (
     add_amount,
     add_decoding,
@@ -26,11 +27,11 @@ from bebop_megatron.evaluation.options import (
     rules_of,
 )
 from bebop_megatron.evaluation.progress import progress_bar
-from bebop_megatron.evaluation.results import describe, environment, versions, write_json
+from bebop_megatron.evaluation.results import describe
 from bebop_megatron.evaluation.subject import Text, opened, read_text
 from bebop_megatron.evaluation.verify import RULES
 from bebop_megatron.launcher import is_first
-from bebop_megatron.outputs import check_writable, reason
+from bebop_megatron.outputs import check_writable, reason, write_json
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Draws acceptance by rule, loss and draft step."""
+"""Draws acceptance by rule, loss and draft step; what every figure here is drawn with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import EvaluationRow, by_setting, describe, replacing
+from bebop_megatron.evaluation.results import EvaluationRow, by_setting, describe
+from bebop_megatron.outputs import replacing
 
 # Okabe-Ito: told apart under every common colour blindness; a loss keeps its colour in every figure
 STYLES = {
@@ -27,6 +28,28 @@ def styles_of(losses: Sequence[str]) -> dict[str, tuple[str, str]]:
     others = [loss for loss in dict.fromkeys(losses) if loss not in STYLES]
     spare = {loss: SPARE_STYLES[index % len(SPARE_STYLES)] for index, loss in enumerate(others)}
     return {loss: STYLES[loss] for loss in known} | spare
+
+
+def blank(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    """A figure of so many axes, each so many inches wide and high; no global state, no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def save(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG and SVG, each whole or not at all; returns the files."""
+    files = []
+    for kind in ("png", "svg"):
+        file = folder / f"{name}.{kind}"
+        with replacing(file) as partial:
+            # no date inside: the same numbers give the same file
+            figure.savefig(partial, dpi=160, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        files.append(file)
+    return files
 
 
 def plot_acceptance(rows: Sequence[EvaluationRow], path: str | Path) -> None:

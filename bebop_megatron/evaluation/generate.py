@@ -143,8 +143,8 @@ def generate(options: argparse.Namespace) -> dict[str, Any] | None:
         ValueError: whatever is wrong with the settings, the prompts, the output so far or the checkpoint.
     """
     from bebop_megatron.data.tokenizer import load_tokenizer
+    from bebop_megatron.evaluation.environment import environment
     from bebop_megatron.evaluation.loading import load_model
-    from bebop_megatron.evaluation.results import environment
 
     # whatever is wrong with the small things shows before the model is built
     _config(options, ())

@@ -68,17 +68,16 @@ def _quiet() -> Iterator[None]:
 
 
 def _argv(path: str, iteration: int | None, tensor_parallel: int | None) -> list[str]:
-    on_gpu = ["--distributed-backend", "nccl"]
-    on_cpu = ["--distributed-backend", "gloo", "--use-cpu-initialization"]
     from bebop_megatron.platform import active
+    from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 
     return [
         *("--load", path, "--ckpt-format", "torch_dist", "--use-checkpoint-args"),
         *("--no-load-optim", "--no-load-rng", "--finetune", "--exit-on-missing-checkpoint"),
         *("--tensor-model-parallel-size", str(tensor_parallel or os.environ["WORLD_SIZE"]), "--micro-batch-size", "1"),
-        *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion"),
-        *("--no-bias-swiglu-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"),
-        *(on_cpu if active() else on_gpu),
+        # the last one: a model with GELU and without biases is refused otherwise
+        *(*UNFUSED, "--no-bias-gelu-fusion"),
+        *(ON_CPU if active() else ["--distributed-backend", "nccl"]),
         *([] if iteration is None else ["--ckpt-step", str(iteration)]),
     ]
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from bebop_megatron.evaluation.environment import environment
 from bebop_megatron.evaluation.options import check_least, config_of, labels_of, rules_of
 from bebop_megatron.evaluation.outcome import GenerationResult, merged
 from bebop_megatron.evaluation.progress import progress_bar
-from bebop_megatron.evaluation.results import EvaluationRow, environment
+from bebop_megatron.evaluation.results import EvaluationRow
 from bebop_megatron.evaluation.settings import DecodeConfig
 from bebop_megatron.evaluation.subject import Subject, Text, check_prompts, opened, read_text, warm_up
 

@@ -20,13 +20,11 @@ from bebop_megatron.evaluation.results import (
     by_setting,
     describe,
     load_rows,
-    replacing,
     shared_setting,
     summary_payload,
     varying,
-    write_json,
 )
-from bebop_megatron.outputs import check_writable
+from bebop_megatron.outputs import check_writable, write_json, write_text
 
 
 def percent(rate: float, stderr: float | None = None) -> str:
@@ -167,8 +165,7 @@ def write_markdown(
     ]
     if environment:
         lines += ["## Environment", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
-    with replacing(path) as partial:
-        partial.write_text("\n".join(lines))
+    write_text(path, "\n".join(lines))
 
 
 def _baseline(rows: Sequence[EvaluationRow]) -> float | None:

@@ -1,23 +1,15 @@
-"""One measurement of acceptance, the conditions it holds under, and the files it is kept in."""
+"""One measurement of acceptance, the setting it holds under, and the files it is kept in."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bebop_megatron.platform import active as cpu_platform
+from bebop_megatron.evaluation.environment import environment
+from bebop_megatron.outputs import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,58 +87,6 @@ class EvaluationRow:
         return self.tokens_per_second / baseline if baseline else None
 
 
-def environment() -> dict[str, Any]:
-    """Hardware, versions and date that a number was measured with."""
-    out: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    if torch.cuda.is_available() and not cpu_platform():
-        out["gpu"] = torch.cuda.get_device_name()
-    out["python"] = platform.python_version()
-    for package in ("torch", "megatron-core", "bebop-megatron"):
-        # asked of the installation: importing Megatron for its version would take seconds
-        if any(metadata.distributions(name=package)):
-            out[package] = metadata.version(package)
-    commit = _commit()
-    if commit is not None:
-        out["commit"] = commit
-    return out | {"date": datetime.now(UTC).date().isoformat()}
-
-
-def versions(measured_in: dict[str, Any]) -> str:
-    """An environment's release, commit and date, for the caption of a figure."""
-    commit = f", commit {measured_in['commit']}" if "commit" in measured_in else ""
-    return f"bebop-megatron {measured_in.get('bebop-megatron', '')}{commit}, {measured_in['date']}"
-
-
-def _git(*command: str) -> str | None:
-    """What git says in this package's folder; None without git, or where it does not know this file."""
-    here = Path(__file__).resolve()
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here.parent), *command], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if done.returncode else done.stdout.strip()
-
-
-def _commit() -> str | None:
-    """The commit that this package is run from, if it lies in a git tree of its own."""
-    # installed below somebody else's repository, this file is not tracked
-    if _git("ls-files", "--error-unmatch", "results.py") is None:
-        return None
-    changes = " with changes" if _git("status", "--porcelain", "--", "..") else ""
-    return f"{_git('rev-parse', '--short=12', 'HEAD')}{changes}"
-
-
-def _cpu_model() -> str:
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def summary_payload(rows: Sequence[EvaluationRow], baseline_tokens_per_second: float | None) -> dict[str, Any]:
     """What goes into the JSON file; `environment` holds lists where rows were measured in different ones."""
     shared: dict[str, Any] = {}
@@ -162,49 +102,6 @@ def summary_payload(rows: Sequence[EvaluationRow], baseline_tokens_per_second: f
         "baseline_tokens_per_second": baseline_tokens_per_second,
         "environment": shared,
     }
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """A path to write to that takes `path`'s place when all is written."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def finite(value: Any) -> Any:
-    """Plain data whose NaN and infinity, which JSON has not, have become None."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(path: str | Path, payload: dict[str, Any]) -> None:
-    """Write all of it or nothing; NaN and infinity, which JSON has not, become null."""
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(finite(payload), indent=2, allow_nan=False) + "\n")
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """What `write_json` wrote.
-
-    Raises:
-        ValueError: no JSON, or no object, with the file's name.
-    """
-    try:
-        payload = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(payload, dict):
-        raise ValueError(f"{path} is JSON, but no object: nothing here wrote it")
-    return payload
 
 
 def load_rows(path: str | Path) -> list[EvaluationRow]:

@@ -21,10 +21,10 @@ from bebop_megatron.evaluation.decode import SpeculativeDecoder
 from bebop_megatron.evaluation.estimate import Estimate, ratio
 from bebop_megatron.evaluation.expected import ExpectedAcceptance, expected_acceptance
 from bebop_megatron.evaluation.outcome import ACCEPTED, DRAFTED, REACHED
-from bebop_megatron.evaluation.results import read_json, write_json
 from bebop_megatron.evaluation.settings import ATTENTION_MODES, DecodeConfig
 from bebop_megatron.evaluation.subject import Subject, Text
 from bebop_megatron.evaluation.summaries import attention_summary, expected_summary
+from bebop_megatron.outputs import read_json, write_json
 
 KINDS = ("main", "temperature", "gamma")
 

@@ -10,8 +10,7 @@ import torch
 
 from bebop_megatron.entropy import EntropyCurve
 from bebop_megatron.evaluation.estimate import Estimate
-from bebop_megatron.evaluation.figure import plain, styles_of
-from bebop_megatron.evaluation.results import replacing
+from bebop_megatron.evaluation.figure import blank, plain, save, styles_of
 from bebop_megatron.evaluation.speed import Speed
 from bebop_megatron.evaluation.sweep import Outcome
 
@@ -20,14 +19,9 @@ _LEAST_IN_BIN = 20
 
 
 def _canvas(columns: int, caption: str, width: float = 3.9, height: float = 3.7) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # a Figure of its own: no global state, no display
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = blank(1, columns, width, height)
     figure.supxlabel(_wrapped(caption, int(width * columns * 15)), fontsize=6.5, color="#555555")
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+    return figure, axes
 
 
 def _wrapped(text: str, width: int) -> str:
@@ -45,15 +39,7 @@ def _legend(figure: Any, styles: dict[str, tuple[str, str]], more: Sequence[tupl
 
 
 def _save(figure: Any, path: Path) -> list[str]:
-    """Both formats; returns the names of the files."""
-    names = []
-    for kind in ("png", "svg"):
-        target = path.with_suffix(f".{kind}")
-        with replacing(target) as partial:
-            # no date in the file: the same numbers give the same bytes
-            figure.savefig(partial, dpi=160, format=kind, metadata={"Date": None} if kind == "svg" else None)
-        names.append(target.name)
-    return names
+    return [file.name for file in save(figure, path.parent, path.stem)]
 
 
 def _bars(axis: Any, xs: Sequence[float], estimates: Sequence[Estimate], scale: float, **look: Any) -> None:

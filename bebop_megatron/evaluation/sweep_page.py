@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.evaluation.report import grid, percent, readings
-from bebop_megatron.evaluation.results import EvaluationRow, replacing, shared_setting
+from bebop_megatron.evaluation.results import EvaluationRow, shared_setting
 from bebop_megatron.evaluation.speed import Speed, break_even_gamma, verdicts
 from bebop_megatron.evaluation.sweep import Outcome
+from bebop_megatron.outputs import write_text
 
 
 def shown(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -191,5 +192,4 @@ def write_page(
         *(f"- {name}: {value}" for name, value in environment.items()),
         "",
     ]
-    with replacing(path) as partial:
-        partial.write_text("\n".join(lines))
+    write_text(path, "\n".join(lines))

@@ -12,16 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bebop_megatron.evaluation.environment import environment, versions
 from bebop_megatron.evaluation.options import check_least, config_of, labels_of, rules_of
 from bebop_megatron.evaluation.progress import progress_bar
-from bebop_megatron.evaluation.results import (
-    EvaluationRow,
-    describe,
-    environment,
-    summary_payload,
-    versions,
-    write_json,
-)
+from bebop_megatron.evaluation.results import EvaluationRow, describe, summary_payload
 from bebop_megatron.evaluation.settings import DecodeConfig
 from bebop_megatron.evaluation.speed import Speed, merged, speeds, verdicts
 from bebop_megatron.evaluation.subject import (
@@ -35,6 +29,7 @@ from bebop_megatron.evaluation.subject import (
 from bebop_megatron.evaluation.sweep import Cell, Outcome, Plan, Store, run_cell
 from bebop_megatron.evaluation.verify import RULES
 from bebop_megatron.launcher import is_first
+from bebop_megatron.outputs import write_json
 
 TEMPERATURES = [0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bebop_megatron.launcher import is_first
 from bebop_megatron.patching import Patcher
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def enter() -> None:
     # Megatron's import probes for CUDA extensions must still see a machine without CUDA
     patch_megatron(_patcher)
     patch_torch(_patcher)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first():
         logger.warning("bebop_megatron: no CUDA device, running Megatron on the CPU with gloo")
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from bebop_megatron.patching import Patcher
 from bebop_megatron.platform.cpu import enter
+from bebop_megatron.platform.flags import UNFUSED
 
 # what a GPU machine has and this one may lack; none of it changes a parameter
 _WITHOUT = {
@@ -36,10 +37,6 @@ _WITHOUT = {
     "--pretrained-checkpoint": 1,
     "--attention-backend": 1,
 }
-_WITH = (
-    *("--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion"),
-    *("--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--distributed-backend", "gloo"),
-)
 
 
 class _Hopper:
@@ -66,7 +63,7 @@ def stand_in(arguments: Sequence[str]) -> list[str]:
             skip = 0 if "=" in word else _WITHOUT[name]
         else:
             kept.append(word)
-    return [*kept, *_WITH]
+    return [*kept, *UNFUSED, "--distributed-backend", "gloo"]
 
 
 @contextlib.contextmanager

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bebop_megatron.entropy import fit_line, split_change
-from bebop_megatron.evaluation.results import read_json
-from bebop_megatron.outputs import hold
+from bebop_megatron.outputs import hold, read_json, write_json, write_text
 from bebop_megatron.rl.config import RLConfig
-from bebop_megatron.rl.records import Event, LineFile, Rollout, write_whole
+from bebop_megatron.rl.records import Event, LineFile, Rollout
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -46,7 +45,8 @@ class Journal:
                     f"{self.folder} holds a run with other settings ({', '.join(changed)}): choose another --output, "
                     "or remove it"
                 )
-        write_whole(path, json.dumps(now, indent=1))
+        # not write_json: an option may be infinite, and is compared when the run goes on
+        write_text(path, json.dumps(now, indent=1))
 
     def resume_step(self) -> int:
         """Completed steps of the checkpoint to go on from; 0 where there is none.
@@ -66,7 +66,7 @@ class Journal:
 
     def commit(self, step: int) -> None:
         """From now on a run resumes behind `step` completed steps; older checkpoints are not needed any more."""
-        write_whole(self.folder / "committed.json", json.dumps({"step": step}))
+        write_json(self.folder / "committed.json", {"step": step})
         for path in self._checkpoints():
             if _iteration(path) < step:
                 shutil.rmtree(path)

@@ -26,20 +26,20 @@ from bebop_megatron.rl.records import Event, Rollout
 from bebop_megatron.rl.weights import Shards, export_shards
 
 # the last line: a run may be made longer, which changes what the scheduler takes for its end
-_FIXED = """--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
---ckpt-format torch_dist --weight-decay 0 --num-workers 0 --rerun-mode disabled --hidden-dropout 0 --attention-dropout 0
---eval-iters 0 --tokenizer-type NullTokenizer
+_FIXED = """--transformer-impl local --no-bias-gelu-fusion --ckpt-format torch_dist --weight-decay 0 --num-workers 0
+--rerun-mode disabled --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --tokenizer-type NullTokenizer
 --lr-decay-style constant --override-opt-param-scheduler""".split()
 
 
 def _megatron_arguments(config: RLConfig, vocab_size: int, has_head: bool, resume: bool) -> list[str]:
     from bebop_megatron.platform import active
+    from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 
     checkpoints = str(Path(config.output) / "checkpoints")
     arguments = [
         *_FIXED,
-        *(["--distributed-backend", "gloo", "--use-cpu-initialization"] if active() else []),
+        *UNFUSED,
+        *(ON_CPU if active() else []),
         # NullTokenizer adds one for the end of a document
         *("--vocab-size", str(vocab_size - 1)),
         *("--train-iters", str(config.steps), "--seed", str(1 + config.seed)),

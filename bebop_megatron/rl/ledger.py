@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bebop_megatron.outputs import write_text
 from bebop_megatron.rl.config import RLConfig
-from bebop_megatron.rl.records import Rollout, write_whole
+from bebop_megatron.rl.records import Rollout
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Ledger:
 
     def finish(self, rollout: Rollout) -> None:
         """Keep a rollout, on disk first."""
-        write_whole(self.folder / f"{rollout.number:08d}.json", rollout.to_json())
+        write_text(self.folder / f"{rollout.number:08d}.json", rollout.to_json())
         del self.running[rollout.number]
         self.finished[rollout.number] = rollout
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import replacing
+from bebop_megatron.outputs import write_text
 from bebop_megatron.rl.task import Problem
 
 
@@ -81,12 +81,6 @@ class Rollout:
         return cls(**data, groups=groups, events=events, probe=None if probe is None else Probe(**probe))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    with replacing(path) as partial:
-        partial.write_text(text)
-
-
 class LineFile:
     """A file of JSON lines that is appended to, and cut back when a run resumes."""
 
@@ -113,5 +107,5 @@ class LineFile:
     def cut(self, steps: int) -> list[dict[str, Any]]:
         """Forget rows of step `steps` and later; returns the others."""
         kept = [row for row in self.read() if row["step"] < steps]
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         return kept

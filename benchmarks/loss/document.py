@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import replacing
+from bebop_megatron.outputs import write_text
 from benchmarks.loss.results import judged, memory_table, time_table
 
 
@@ -62,8 +62,7 @@ def update_document(document: Path, file: Path) -> None:
     new, count = _pattern(device).subn(lambda _: begin + block(data, file.stem) + end, text)
     if count != 1:
         raise ValueError(f"{document} must have one block between 'bench {device}:begin' and 'bench {device}:end'")
-    with replacing(document) as partial:
-        partial.write_text(new)
+    write_text(document, new)
 
 
 def blocks(text: str) -> dict[str, tuple[str, str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.results import replacing
+from bebop_megatron.evaluation.figure import blank
+from bebop_megatron.outputs import replacing
 from benchmarks.loss.contenders import LABELS
 from benchmarks.loss.results import MIB, contenders_of, gradient_bytes, time_ratio
 
@@ -21,13 +22,7 @@ _FLOOR = "#000000"
 
 def plot(data: dict[str, Any], path: Path) -> None:
     """Write the figure as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # a Figure of its own: no global state, no display
-    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    time, memory = figure.subplots(1, 2)
+    figure, (time, memory) = blank(1, 2, 4.8, 4.4)
     _time(time, data)
     _memory(memory, data)
     handles, labels = time.get_legend_handles_labels()

@@ -64,7 +64,7 @@ def measure(suite: Suite, say: Callable[[str], None]) -> dict[str, Any]:
 
 def conditions(suite: Suite) -> dict[str, Any]:
     """Hardware, versions, date, and how busy the machine was before we began."""
-    from bebop_megatron.evaluation.results import environment
+    from bebop_megatron.evaluation.environment import environment
 
     out = environment() | {"threads": suite.default.threads, "load_before": round(os.getloadavg()[0], 2)}
     for package in ("triton", "liger_kernel"):
@@ -132,7 +132,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    from bebop_megatron.evaluation.results import write_json
+    from bebop_megatron.outputs import write_json
 
     suite = gpu_suite() if args.device == "cuda" else cpu_suite(args.threads)
     suite = quick_suite(suite) if args.quick else suite

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.figure import plain
+from bebop_megatron.evaluation.figure import blank, plain, save
 from benchmarks.rl_study.plan import BASELINE
 from benchmarks.rl_study.results import (
     arms_of,
@@ -19,7 +19,6 @@ from benchmarks.rl_study.results import (
     trace_of,
 )
 from benchmarks.rl_study.tables import GOAL
-from benchmarks.study.figures import blank, save
 from benchmarks.study.results import Row, select
 
 # Okabe-Ito: told apart under every common colour blindness

@@ -87,7 +87,7 @@ class RLStudy:
 
     def work(self, job: Job) -> None:
         """Do the job, in a process of its own: Megatron's state is global."""
-        from bebop_megatron.evaluation.results import write_json
+        from bebop_megatron.outputs import write_json
 
         folder = self._folder(job)
         if job.kind == "rl":

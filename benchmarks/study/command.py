@@ -13,12 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.corpora import CODE, MATH
+from benchmarks.study.corpora import CODE, MATH, gsm8k_file
 from benchmarks.study.jobs import Job, Study
 from benchmarks.study.plan import FULL, QUICK
 from benchmarks.study.session import ROOT, Steps, make_parser, parse, say, work
-
-_GSM8K_NAMES = ("data/gsm8k/train.jsonl", "gsm8k/train.jsonl")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -34,20 +32,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if args.jobs < 1:
         parser.error(f"--jobs must be positive, got {args.jobs}")
     return args
-
-
-def gsm8k_file(named: Path | None) -> Path | None:
-    """The file of GSM8K, or None where there is none.
-
-    Raises:
-        ValueError: a file that was named is not there.
-    """
-    for source, name in (("--gsm8k", named), ("the environment's GSM8K", os.environ.get("GSM8K"))):
-        if name:
-            if not Path(name).is_file():
-                raise ValueError(f"{source}, {name}, is no file")
-            return Path(name).resolve()
-    return next((ROOT / name for name in _GSM8K_NAMES if (ROOT / name).is_file()), None)
 
 
 def _domains(args: argparse.Namespace, gsm8k: Path | None) -> tuple[str, ...]:

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from benchmarks.study.plan import Size
+from benchmarks.study.session import ROOT
 
 CODE, MATH = "code", "math"
 _ANSWER = "\nAnswer:"
+_GSM8K_NAMES = ("data/gsm8k/train.jsonl", "gsm8k/train.jsonl")
+
+
+def gsm8k_file(named: Path | None) -> Path | None:
+    """The file of GSM8K, or None where there is none.
+
+    Raises:
+        ValueError: a file that was named is not there.
+    """
+    for source, name in (("--gsm8k", named), ("the environment's GSM8K", os.environ.get("GSM8K"))):
+        if name:
+            if not Path(name).is_file():
+                raise ValueError(f"{source}, {name}, is no file")
+            return Path(name).resolve()
+    return next((ROOT / name for name in _GSM8K_NAMES if (ROOT / name).is_file()), None)
 
 
 def _math_texts(gsm8k: Path, target: Path) -> None:

@@ -15,7 +15,6 @@ from benchmarks.study.statistics import line
 
 # lower bounds of the bins of entropy, in nats
 BINS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
-_ROWS = 32
 
 
 def read_tokens(file: Path) -> list[list[int]]:
@@ -84,26 +83,17 @@ def summary(result: Any) -> dict[str, Any]:
 
 
 def target_entropy(model: Any, texts: list[list[int]], temperature: float, vocab_size: int) -> Tensor:
-    """Entropy in nats of the target's distribution behind every token, by full forward passes.
+    """Entropy in nats of the target's distribution behind every token but a text's first, by full forward passes.
 
-    Shape: -> [texts, longest text] float32; behind the end of a text anything.
+    Shape: -> [texts, longest text] float32; 0 at the first token and behind the end of a text.
     """
-    from bebop_megatron.evaluation.cache import make_window
-    from bebop_megatron.evaluation.cached_model import CachedModel
-    from bebop_megatron.evaluation.filters import filtered_probs
+    from bebop_megatron.evaluation import DecodeConfig, expected_acceptance
 
-    longest = max(map(len, texts))
-    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    # the head's loss and not logits comes out of Megatron's forward pass where it has MTP layers
-    cached = CachedModel(model, batch_size=_ROWS, capacity=longest)
-    parts = []
-    with cached.attached():
-        for chunk in padded.split(_ROWS):
-            positions = torch.arange(longest).expand(len(chunk), -1)
-            hidden = cached.backbone(chunk, make_window(positions, length=longest, rows=torch.arange(len(chunk))))
-            probs = filtered_probs(cached.logits(hidden), temperature, vocab_size=vocab_size)
-            parts.append(torch.special.entr(probs).sum(-1))
-    return torch.cat(parts)
+    full = expected_acceptance(model, texts, DecodeConfig(gamma=1, temperature=temperature), vocab_size=vocab_size)
+    entropy = torch.zeros(len(texts), max(map(len, texts)))
+    # the target of a draft stands one row behind the anchor
+    entropy[full.sequence, full.anchor + 1] = full.target_entropy[:, 0]
+    return entropy
 
 
 def acceptance_over_entropy(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bebop_megatron.evaluation.figure import STYLES, plain
+from bebop_megatron.evaluation.figure import STYLES, blank, plain, save
 from benchmarks.study.plan import RULES
 from benchmarks.study.results import Row, difference, over_seeds, select, values
 from benchmarks.study.tables import PAPER, losses_of
@@ -204,31 +204,6 @@ _ARMS: dict[str, Panel] = {
     ),
     "own": _conditions("own", "training text", lambda r: f"{r['loss']}\n{r['train_data']}"),
 }
-
-
-def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG and SVG, all of it or nothing; returns the files."""
-    from bebop_megatron.evaluation.results import replacing
-
-    files = []
-    for kind in ("png", "svg"):
-        file = folder / f"{name}.{kind}"
-        with replacing(file) as partial:
-            # no date inside: the same data give the same file
-            metadata = {"Date": None} if kind == "svg" else None
-            figure.savefig(partial, dpi=160, format=kind, metadata=metadata)
-        files.append(file)
-    return files
-
-
-def blank(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure of so many axes, each so many inches wide and high; no global state, no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
 
 
 def _figure(panels: Sequence[tuple[Panel, str]], rows: Sequence[Row], width: float, height: float, columns: int) -> Any:

@@ -35,7 +35,7 @@ def claim(output: Path, size: Any) -> None:
     Raises:
         ValueError: it holds a study of other sizes.
     """
-    from bebop_megatron.evaluation.results import write_json
+    from bebop_megatron.outputs import write_json
 
     file, wanted = output / "settings.json", json.loads(json.dumps(asdict(size)))
     if not file.is_file():
@@ -144,7 +144,7 @@ class Study:
         self._finish(folder)
 
     def _finish(self, folder: Path) -> None:
-        from bebop_megatron.evaluation.results import write_json
+        from bebop_megatron.outputs import write_json
 
         write_json(folder / DONE, {"cpu_seconds": round(_cpu_seconds(), 1)})
 
@@ -163,7 +163,7 @@ class Study:
         corpora.build_own(folder, texts, size.vocab_size)
 
     def _decode(self, job: Job) -> None:
-        from bebop_megatron.evaluation.results import write_json
+        from bebop_megatron.outputs import write_json
         from benchmarks.study.decoding import measure
 
         assert job.head is not None

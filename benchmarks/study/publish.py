@@ -101,15 +101,14 @@ def update_document(
     Raises:
         ValueError: the document has no such block.
     """
-    from bebop_megatron.evaluation.results import replacing
+    from bebop_megatron.outputs import write_text
 
     data = json.loads(file.read_text())
     new = f"<!-- {marker}:begin {file.stem} -->\n{written(data, file.stem)}\n<!-- {marker}:end -->"
     text, count = _block_of(marker).subn(lambda _: new, document.read_text())
     if count != 1:
         raise ValueError(f"{document} must have one block between '{marker}:begin' and '{marker}:end'")
-    with replacing(document) as partial:
-        partial.write_text(text)
+    write_text(document, text)
 
 
 def measured_block(text: str, marker: str = "study") -> tuple[str, str]:
@@ -126,10 +125,9 @@ def measured_block(text: str, marker: str = "study") -> tuple[str, str]:
 
 def write_data(file: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
     """A published data file: what `head` says of the study, then its rows, one on each line."""
-    from bebop_megatron.evaluation.results import replacing
+    from bebop_megatron.outputs import write_text
 
-    with replacing(file) as partial:
-        partial.write_text(json.dumps(head)[:-1] + ', "results": ' + lines_of(rows) + "}\n")
+    write_text(file, json.dumps(head)[:-1] + ', "results": ' + lines_of(rows) + "}\n")
     assert load_results(file) == json.loads(lines_of(rows))
 
 

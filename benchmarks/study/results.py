@@ -25,17 +25,16 @@ def rows_of(study: Study) -> list[Row]:
 
 def lines_of(rows: Sequence[Row]) -> str:
     """A JSON list with one object on each line."""
-    from bebop_megatron.evaluation.results import finite
+    from bebop_megatron.outputs import finite
 
     return "[\n" + ",\n".join(json.dumps(finite(row), allow_nan=False) for row in rows) + "\n]"
 
 
 def write_rows(output: Path, rows: list[Row]) -> list[Row]:
     """Write `results.json` into a study's folder, all of it or nothing; returns the rows."""
-    from bebop_megatron.evaluation.results import replacing
+    from bebop_megatron.outputs import write_text
 
-    with replacing(output / "results.json") as partial:
-        partial.write_text(lines_of(rows) + "\n")
+    write_text(output / "results.json", lines_of(rows) + "\n")
     return rows
 
 

@@ -82,7 +82,8 @@ def work(args: argparse.Namespace, begin: str, steps: Steps, **settings: Any) ->
 
 
 def _note_environment(file: Path, settings: dict[str, Any]) -> None:
-    from bebop_megatron.evaluation.results import environment, write_json
+    from bebop_megatron.evaluation.environment import environment
+    from bebop_megatron.outputs import write_json
 
     if not file.is_file():
         # before any job: the CPU platform answers for a GPU once it is entered

@@ -11,10 +11,8 @@ from benchmarks.study.plan import Head, Size
 # below the domain's folder: what is trained on, by name, and what is not
 _TEXTS = {"corpus": "corpus", "own": "own/own"}
 _HELD_OUT = "corpus-holdout"
-_RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
---no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --no-save-optim --no-save-rng
---log-interval 10 --eval-interval 1000000 --eval-iters 4 --tokenizer-type HuggingFaceTokenizer
+_RUN = """--no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --no-save-optim
+--no-save-rng --log-interval 10 --eval-interval 1000000 --eval-iters 4 --tokenizer-type HuggingFaceTokenizer
 --lr-warmup-fraction 0.03""".split()
 
 
@@ -48,9 +46,13 @@ def _model(size: Size, train_k: int) -> list[str]:
 
 
 def _flags(size: Size, data: Path, save: Path, *, train_k: int, steps: int, text: str = "corpus") -> list[str]:
+    from bebop_megatron.platform.flags import ON_CPU, UNFUSED
+
     # a cache of its own: two runs that make the same index at once would disturb each other
     return [
         *_model(size, train_k),
+        *ON_CPU,
+        *UNFUSED,
         *_RUN,
         *("--train-iters", str(steps), "--save", str(save), "--save-interval", str(steps)),
         *("--train-data-path", str(data / _TEXTS[text]), "--valid-data-path", str(data / _HELD_OUT)),

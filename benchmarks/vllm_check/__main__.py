@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.command import gsm8k_file
+from benchmarks.study.corpora import gsm8k_file
 from benchmarks.study.decoding import read_tokens
 from benchmarks.vllm_check import plants, training
 from benchmarks.vllm_check.comparison import Row, as_json, compare, table
@@ -192,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not options.vllm_python.is_file():
         sys.exit(f"error: {options.vllm_python} does not exist: make vllm-check installs vLLM, or give --vllm-python")
-    from bebop_megatron.evaluation.results import environment, write_json
-    from bebop_megatron.outputs import check_writable
+    from bebop_megatron.evaluation.environment import environment
+    from bebop_megatron.outputs import check_writable, write_json
 
     measured_in, rows, seen = environment(), [], {}
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,13 +12,12 @@ from typing import Any
 
 from bebop_megatron.convert.importing import FLAGS_FILE
 from bebop_megatron.launcher import rank_environment
+from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 from benchmarks.vllm_check.plan import GAMMA, Model, Size
 
 ROOT = Path(__file__).resolve().parents[2]
-_RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
---no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --no-save-optim --no-save-rng
---log-interval 10 --eval-interval 1000000 --eval-iters 1 --tokenizer-type HuggingFaceTokenizer""".split()
+_RUN = """--no-create-attention-mask-in-dataloader --num-workers 0 --ckpt-format torch_dist --no-save-optim
+--no-save-rng --log-interval 10 --eval-interval 1000000 --eval-iters 1 --tokenizer-type HuggingFaceTokenizer""".split()
 
 
 def run(command: Sequence[str], log: Path, **environment: str) -> None:
@@ -75,7 +74,7 @@ def _pretrain(folder: Path, save: str, data: Path, size: Size, steps: int, flags
     batch = ["--seq-length", size.sequence, "--micro-batch-size", size.batch, "--global-batch-size", size.batch]
     length = ["--train-iters", steps, "--save-interval", steps, "--save", folder / save]
     text = ["--data-path", data / "corpus", "--split", "99,1,0", "--data-cache-path", folder / save / "cache"]
-    words = [*model, *_RUN, *batch, *length, *text, "--tokenizer-model", data / "tokenizer", *flags]
+    words = [*model, *ON_CPU, *UNFUSED, *_RUN, *batch, *length, *text, "--tokenizer-model", data / "tokenizer", *flags]
     # one process needs no torchrun
     command = [sys.executable, "-m", "bebop_megatron.pretrain", *map(str, words), "--seed", str(size.seed)]
     run(command, folder / "logs" / f"{save}.log", **rank_environment())

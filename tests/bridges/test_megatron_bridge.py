@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.launch import ROOT, log, pretrain
+from tests.saved import saved_tensors
 
 pytestmark = [
     pytest.mark.bridge,
@@ -98,17 +99,7 @@ class Runs:
 
     def saved(self, iteration: int) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint of the first run, with its optimizer's."""
-        from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        reader = FileSystemReader(self.root / "out" / f"iter_{iteration:07d}")
-        state = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        load(state, storage_reader=reader, no_dist=True)
+        state = saved_tensors(self.root / "out" / f"iter_{iteration:07d}", optimizer=True)
         return {name: value for name, value in state.items() if "rng" not in name}
 
 

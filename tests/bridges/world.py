@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from bebop_megatron.convert.importing import FLAGS_FILE
+from bebop_megatron.platform.flags import ON_CPU, UNFUSED
 from tests.worlds import run_worlds
 
-_RUN = """--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --ckpt-format torch_dist
---micro-batch-size 1 --expert-tensor-parallel-size 1 --vocab-size 96"""
+_RUN = "--ckpt-format torch_dist --micro-batch-size 1 --expert-tensor-parallel-size 1 --vocab-size 96"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def _arguments(case: Case) -> Any:
     sizes = ["--tensor-model-parallel-size", str(case.tp), "--pipeline-model-parallel-size", str(case.pp)]
     if case.tp > 1 and "--num-experts" in flags:
         sizes.append("--sequence-parallel")
-    sys.argv = ["test", *flags, *_RUN.split(), *sizes, *case.flags]
+    sys.argv = ["test", *flags, *ON_CPU, *UNFUSED, *_RUN.split(), *sizes, *case.flags]
     args = parse_args()
     validate_args(args)
     unset_global_variables()

@@ -7,12 +7,13 @@ import sys
 import torch
 
 from bebop_megatron.evaluation.loading import load_model
-from tests.test_pretrain import tensors
+from bebop_megatron.mcore.checkpoints import latest_iteration_dir
+from tests.saved import saved_tensors
 
 
 def look(path: str) -> None:
     """Raises AssertionError where it is not."""
-    loaded, saved = load_model(path), tensors(path)
+    loaded, saved = load_model(path), saved_tensors(latest_iteration_dir(path))
     model, config = loaded.model, loaded.model.config
     assert (config.layernorm_epsilon, config.qk_layernorm, model.rotary_base) == (1e-3, True, 5000)
     assert (loaded.args.vocab_size, loaded.padded_vocab_size, loaded.vocab_padding) == (95, 128, 128)

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.mcore.settings import QWEN, layer_spec
 from tests.mcore.weights import sections
 
 VOCAB, POSITIONS = 32, 96
 
 
 @contextmanager
-def megatron_world(
-    rank: int = 0, world: int = 1, store: str | None = None, tensor_parallel: int | None = None
-) -> Iterator[None]:
-    """Megatron on the CPU, every `tensor_parallel` ranks (default: all) one copy; taken down again at the end."""
+def megatron_world() -> Iterator[None]:
+    """Megatron on the CPU, a world of one process; taken down again at the end."""
     from bebop_megatron.platform import enter, leave
 
     threads = torch.get_num_threads()
@@ -36,11 +35,9 @@ def megatron_world(
             model_parallel_cuda_manual_seed,
         )
 
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store or folder}/store", rank=rank, world_size=world
-        )
-        parallel_state.initialize_model_parallel(tensor_parallel or world)
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
         initialize_rng_tracker(force_reset=True)
         model_parallel_cuda_manual_seed(1)
         try:
@@ -130,33 +127,19 @@ def build(
     from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
         get_transformer_block_with_experimental_attention_variant_spec,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = QWEN | {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_query_groups": None if latent else 2,
         "ffn_hidden_size": 48,
-        "use_cpu_initialization": True,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "mtp_num_layers": 3,
-        "mtp_use_repeated_layer": True,
         "pipeline_dtype": torch.float32,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
         "qk_layernorm": not latent,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
     }
     config = (MLATransformerConfig if latent else TransformerConfig)(**(settings | overrides))
     common: dict[str, Any] = {
@@ -172,15 +155,7 @@ def build(
         model: Any = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
         _weights(model, seed, sharpness)
         return model
-    kinds = {
-        "num_experts": config.num_moe_experts,
-        "qk_layernorm": not latent,
-        "multi_latent_attention": latent,
-    }
-    if fused_norms:
-        spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
-    else:
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+    spec = layer_spec(config, engine=fused_norms)
     decoder: Any = spec
     if config.experimental_attention_variant is not None:
         decoder = get_transformer_block_with_experimental_attention_variant_spec(config)

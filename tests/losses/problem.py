@@ -158,6 +158,37 @@ def run_hidden(problem: Hidden, kind: str, **options: Any) -> tuple[ObjectiveOut
     return out, torch.autograd.grad(out.loss, draft)[0]
 
 
+def run_head(problem: Hidden, kind: str, **options: Any) -> tuple[ObjectiveOutput, Tensor, Tensor]:
+    """The output and the gradients of the draft hidden states and of the LM head."""
+    draft, weight = problem.draft.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    out = fused_linear_objective(
+        draft,
+        problem.target,
+        weight,
+        target_rows=problem.rows,
+        kind=kind,
+        weight_requires_grad=True,
+        valid=problem.valid,
+        labels=problem.labels,
+        **options,
+    )
+    return out, *torch.autograd.grad(out.loss, (draft, weight))
+
+
+def check_second_backward(problem: Logits, kind: str, **options: Any) -> None:
+    """It gives the same as the first, and nothing is written to."""
+    before = replace(problem, draft=problem.draft.clone(), target=problem.target.clone())
+    draft = problem.draft.requires_grad_()
+    out = vocab_parallel_objective(draft, problem.target, kind, valid=problem.valid, labels=problem.labels, **options)
+    (first,) = torch.autograd.grad(out.loss, draft, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(0.3 * out.loss, draft)
+    assert torch.equal(first, kept)
+    torch.testing.assert_close(second, 0.3 * first, rtol=1e-14, atol=0)
+    assert torch.equal(problem.draft, before.draft)
+    assert torch.equal(problem.target, before.target)
+
+
 def distance(result: Tensor, expected: Tensor) -> float:
     """Euclidean error relative to the size of what was expected; infinite where a result is not finite."""
     if not bool(result.isfinite().all()):

@@ -24,6 +24,7 @@ from tests.losses.problem import (
     dense,
     distance,
     hidden,
+    run_head,
     run_hidden,
     run_logits,
     specify_hidden,
@@ -33,20 +34,7 @@ from tests.losses.test_objectives import ALL_OPTIONS, takes_filters
 
 def check(problem: Hidden, kind: str, tolerance: float = 1e-10, *, chunk_tokens: int | None = 3, **options):
     loss, to_draft, to_weight = specify_hidden(problem, kind, **options)
-    draft, weight = problem.draft.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    out = fused_linear_objective(
-        draft,
-        problem.target,
-        weight,
-        target_rows=problem.rows,
-        kind=kind,
-        chunk_tokens=chunk_tokens,
-        weight_requires_grad=True,
-        valid=problem.valid,
-        labels=problem.labels,
-        **options,
-    )
-    grads = torch.autograd.grad(out.loss, (draft, weight))
+    out, *grads = run_head(problem, kind, chunk_tokens=chunk_tokens, **options)
     assert_near(out.loss.detach(), loss, tolerance, f"{kind}: the loss")
     assert_near(grads[0], to_draft, tolerance, f"{kind}: the gradient of the hidden states")
     assert_near(grads[1], to_weight, tolerance, f"{kind}: the gradient of the weight")
@@ -166,21 +154,14 @@ def test_what_is_not_valid_may_hold_anything(kind, horizon, chunk_tokens):
         needed[rows[valid]] = True
         assert not needed.all()
         assert not needed[0]
-        draft = problem.draft.masked_fill(~valid[..., None], poison).requires_grad_()
-        weight = problem.weight.clone().requires_grad_()
-        out = fused_linear_objective(
-            draft,
-            problem.target.masked_fill(~needed[:, None], poison),
-            weight,
-            target_rows=torch.where(valid, rows, torch.tensor([[0], [-100], [10**12]])),
-            kind=kind,
-            chunk_tokens=chunk_tokens,
-            weight_requires_grad=True,
-            valid=valid,
+        poisoned = replace(
+            problem,
+            draft=problem.draft.masked_fill(~valid[..., None], poison),
+            target=problem.target.masked_fill(~needed[:, None], poison),
+            rows=torch.where(valid, rows, torch.tensor([[0], [-100], [10**12]])),
             labels=torch.where(valid, problem.labels, -100),
-            horizon=horizon,
         )
-        grads = torch.autograd.grad(out.loss, (draft, weight))
+        out, *grads = run_head(poisoned, kind, chunk_tokens=chunk_tokens, horizon=horizon)
         assert_near(out.loss.detach(), loss, 1e-10, "the loss")
         assert_near(grads[0], to_draft, 1e-10, "the gradient of the hidden states")
         assert_near(grads[1], to_weight, 1e-10, "the gradient of the weight")
@@ -211,19 +192,7 @@ def test_without_a_valid_row_loss_and_gradient_are_0(kind):
 def test_padding_rows_of_the_head_have_no_effect_and_no_gradient(kind, padding):
     narrow = hidden()
     wide = replace(narrow, weight=torch.cat([narrow.weight, torch.full((6, 5), padding, dtype=torch.float64)]))
-    draft, weight = wide.draft.clone().requires_grad_(), wide.weight.clone().requires_grad_()
-    out = fused_linear_objective(
-        draft,
-        wide.target,
-        weight,
-        target_rows=wide.rows,
-        kind=kind,
-        weight_requires_grad=True,
-        valid=wide.valid,
-        labels=wide.labels,
-        vocab_size=17,
-    )
-    grads = torch.autograd.grad(out.loss, (draft, weight))
+    out, *grads = run_head(wide, kind, vocab_size=17)
     loss, to_draft, to_weight = specify_hidden(narrow, kind)
     assert_near(out.loss.detach(), loss, 1e-10, "the loss")
     assert_near(grads[0], to_draft, 1e-10, "the gradient of the hidden states")

@@ -20,6 +20,7 @@ from tests.losses.problem import (
     KINDS,
     Logits,
     assert_near,
+    check_second_backward,
     dense,
     distance,
     logits,
@@ -269,17 +270,7 @@ def test_inputs_need_not_be_contiguous(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_backward_gives_the_same_and_nothing_is_written_to(kind):
-    problem = logits()
-    before = replace(problem, draft=problem.draft.clone(), target=problem.target.clone())
-    draft = problem.draft.requires_grad_()
-    out = vocab_parallel_objective(draft, problem.target, kind, valid=problem.valid, labels=problem.labels)
-    (first,) = torch.autograd.grad(out.loss, draft, retain_graph=True)
-    kept = first.clone()
-    (second,) = torch.autograd.grad(0.3 * out.loss, draft)
-    assert torch.equal(first, kept)
-    torch.testing.assert_close(second, 0.3 * first, rtol=1e-14, atol=0)
-    assert torch.equal(problem.draft, before.draft)
-    assert torch.equal(problem.target, before.target)
+    check_second_backward(logits(), kind)
 
 
 def test_a_second_derivative_is_refused():

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.mcore.settings import QWEN, layer_spec
+
 VOCAB, DEPTHS = 32, 4
 
 
@@ -19,50 +21,28 @@ def build(mode: str, *, latent: bool = False, engine: bool = True, position: str
     """A two-layer GPTModel whose MTP layer works in `mode`; weights depend on the parameters' names only."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from bebop_megatron.mcore.spec import mtp_block_spec
     from tests.mcore.weights import same_weights_everywhere
 
     tp, cp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = QWEN | {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_query_groups": None if latent else 2,
         "ffn_hidden_size": 48,
-        "use_cpu_initialization": True,
         "tensor_model_parallel_size": tp,
         "context_parallel_size": cp,
         "mtp_num_layers": DEPTHS,
-        "mtp_use_repeated_layer": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
         "qk_layernorm": not latent,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
     }
     if latent:
         sizes = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12}
         settings |= sizes | {"rope_type": "rope"}
     config = (MLATransformerConfig if latent else TransformerConfig)(**(settings | overrides))
-    kinds = {
-        "num_experts": config.num_moe_experts,
-        "qk_layernorm": not latent,
-        "multi_latent_attention": latent,
-    }
-    if engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
-    else:
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm", **kinds)
+    spec = layer_spec(config, engine=engine)
     model = GPTModel(
         config,
         spec,

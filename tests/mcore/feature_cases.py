@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.mcore.settings import QWEN
+
 
 @dataclass(frozen=True)
 class Case:
@@ -41,26 +43,15 @@ class Case:
     nudge: float = 0.0
 
 
-_BASE: dict[str, Any] = {
+_BASE: dict[str, Any] = QWEN | {
     "num_layers": 4,
     "hidden_size": 16,
     "num_attention_heads": 4,
     "num_query_groups": 2,
     "ffn_hidden_size": 24,
-    "use_cpu_initialization": True,
     "pipeline_dtype": torch.float32,
     "mtp_num_layers": 2,
-    "mtp_use_repeated_layer": True,
     "mtp_loss_scaling_factor": 0.3,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "qk_layernorm": True,
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "bias_dropout_fusion": False,
-    "gradient_accumulation_fusion": False,
 }
 _EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,

@@ -11,6 +11,7 @@ import torch
 
 from tests.mcore.freeze_counts import counting
 from tests.mcore.groups import join_groups
+from tests.mcore.settings import QWEN
 from tests.mcore.weights import same_weights_everywhere
 from tests.mcore.world import LENGTH, VOCAB, forward_step
 from tests.worlds import run_worlds
@@ -69,12 +70,11 @@ def _chunks(case: Case) -> list[Any]:
     from bebop_megatron.config import ObjectiveConfig
     from bebop_megatron.mcore import attach
 
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = QWEN | {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "ffn_hidden_size": 48,
-        "use_cpu_initialization": True,
         "tensor_model_parallel_size": case.tp,
         "pipeline_model_parallel_size": case.pp,
         "pipeline_model_parallel_layout": case.stages,
@@ -82,17 +82,9 @@ def _chunks(case: Case) -> list[Any]:
         "params_dtype": torch.bfloat16 if case.bf16 else torch.float32,
         "bf16": case.bf16,
         "mtp_num_layers": DEPTHS,
-        "mtp_use_repeated_layer": True,
         "mtp_loss_scaling_factor": 0.3,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
         "sequence_parallel": case.tp > 1 and case.experts is None,
+        "qk_layernorm": False,
     }
     if case.experts:
         settings |= {

@@ -13,6 +13,7 @@ import torch
 from bebop_megatron.patching import Patcher
 from tests.mcore import batch
 from tests.mcore.groups import join_groups
+from tests.mcore.settings import QWEN
 from tests.mcore.weights import same_weights_everywhere, whole
 from tests.worlds import run_worlds
 
@@ -75,30 +76,19 @@ def build(layout: Layout) -> Any:
     join_groups(layout.tp, layout.pp, context_parallel_size=layout.cp)
     initialize_rng_tracker(force_reset=True)
     model_parallel_cuda_manual_seed(1)
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = QWEN | {
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_query_groups": 2,
         "ffn_hidden_size": 48,
-        "use_cpu_initialization": True,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "pipeline_model_parallel_layout": layout.stages,
         "context_parallel_size": layout.cp,
         "pipeline_dtype": torch.float32,
         "mtp_num_layers": DEPTHS,
-        "mtp_use_repeated_layer": True,
         "mtp_loss_scaling_factor": 0.3,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
     }
     if layout.fp16:
         settings |= {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}

@@ -11,6 +11,7 @@ import torch
 
 from bebop_megatron.mcore.checkpoints import latest_iteration_dir
 from tests.launch import log, pretrain
+from tests.saved import saved_tensors
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(torch.cuda.is_available(), reason="checks the CPU platform")]
 
@@ -22,22 +23,6 @@ DISTRIBUTED += ["--dist-ckpt-optim-fully-reshardable"]
 OPTIMIZERS = {"adam": OWN, "distributed": [*DISTRIBUTED, "--weight-decay", "0.1"]}
 # mid-phase, and exactly on a switch
 STOPS = (3, 6)
-
-
-def tensors(root):
-    """Every tensor of the newest checkpoint below `root`, and the optimizer's groups."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(latest_iteration_dir(root))
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +65,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(runs, kind, stop):
     (whole, printed), (resumed, again) = runs[kind, 0], runs[kind, stop]
-    expected, found = tensors(whole), tensors(resumed)
+    expected, found = (saved_tensors(latest_iteration_dir(root), optimizer=True) for root in (whole, resumed))
     assert expected.keys() == found.keys()
     assert any(key.startswith("optimizer") for key in expected)
     for key, value in expected.items():
