@@ -72,10 +72,12 @@ def _check_data_files(args: Any) -> None:
                     require_whole_pair(prefix + MASK_SUFFIX)
 
 
-def _saves_to(folder: str, args: Any) -> bool:
-    """Whether this run's own checkpoints will be in `folder`: none there yet is how it begins."""
-    if args.non_persistent_ckpt_type is not None:
+def _may_be_without_checkpoint(folder: str, args: Any) -> bool:
+    """Whether a run may load from `folder` though we see no checkpoint in it."""
+    # with a step Megatron asks for that alone, and fails without it; object stores are Megatron's to check
+    if args.non_persistent_ckpt_type is not None or args.ckpt_step or "://" in folder:
         return True
+    # where this run's own checkpoints will be, none yet is how it begins
     return args.save is not None and Path(args.save).resolve() == Path(folder).resolve()
 
 
@@ -91,7 +93,7 @@ def _check_folders(args: Any) -> Any:
     start = _starting_checkpoint(args)
     if start is None and args.pretrained_checkpoint:
         raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} is no Megatron checkpoint")
-    if start is None and args.load and not _saves_to(args.load, args):
+    if start is None and args.load and not _may_be_without_checkpoint(args.load, args):
         raise ValueError(
             f"--load {args.load} holds no Megatron checkpoint, and training would start from random weights. Name one, "
             "or drop --load; a run that is to go on from its own checkpoints has one folder for --load and --save"

@@ -69,6 +69,17 @@ def runs(base, tmp_path_factory):
         flags[name] = ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--weight-decay", "0.1"]
         flags[name] += ["--train-iters", "3", "--pretrained-checkpoint", str(root), "--load", saved, "--save", saved]
         flags[name] += ["--save-interval", "3", *extra]
+    longer = ["--mtp-loss", "tv", "--train-iters", "4", "--override-opt-param-scheduler"]
+    # the default format of a distributed optimizer, and one that none of the checks before a start can read
+    flat = ["--mtp-freeze-schedule", "backbone", "--use-distributed-optimizer"]
+    flags["flat"] = [*longer, *flat, "--load", str(folder / "distributed-optimizer")]
+    legacy = ["--ckpt-format", "torch", "--load", str(folder / "legacy")]
+    flags["saves legacy"] = ["--mtp-loss", "tv", "--train-iters", "3", "--save", str(folder / "legacy"), *legacy]
+    flags["saves legacy"] += ["--save-interval", "3"]
+    flags["legacy"] = [*longer, *legacy]
+    # Megatron needs no file that names the newest where the step is given
+    shutil.copytree(root / "iter_0000003", folder / "single" / "iter_0000003")
+    flags["single"] = [*longer, "--load", str(folder / "single"), "--ckpt-step", "3"]
     flags["frozen"] = [*FROZEN_STAGE, "--pretrained-checkpoint", str(root)]
     flags["stock"] = ["--train-iters", "2", "--mtp-detach-heads"]
     plain = ["--mtp-num-layers", "0", "--train-iters", "1"]
@@ -93,6 +104,11 @@ def test_resumed_run_repeats_the_uninterrupted_one(base, runs):
     # Megatron's second log line after a start averages over the first as well, so 5 is not comparable
     for iteration in (4, 6):
         assert resumed[iteration] == base[1][iteration]
+
+
+@pytest.mark.parametrize("name", ["flat", "legacy", "single"])
+def test_every_checkpoint_that_megatron_resumes_from_is_let_through(runs, name):
+    assert sorted(log(runs[0][name].succeeded())) == [4]
 
 
 @pytest.mark.parametrize("name", FROZEN)

@@ -51,6 +51,15 @@ def latest_iteration_dir(root: str | Path) -> Path:
     return folder
 
 
+def starting_dir(root: str | Path, step: int | None = None) -> Path:
+    """The folder that Megatron reads below `root`: that of --ckpt-step, which may not exist, else the newest.
+
+    Raises:
+        ValueError: as `latest_iteration_dir`.
+    """
+    return Path(root) / f"iter_{step:07d}" if step else latest_iteration_dir(root)
+
+
 def checkpoint_keys(root: str | Path) -> set[str]:
     """Tensor names in the newest `torch_dist` checkpoint below `root`.
 

@@ -197,10 +197,17 @@ class SavedLayout:
     schedule: dict[str, Any] | None = None
 
 
-def _common_state(folder: Path) -> dict[str, Any]:
+def common_state(folder: Path) -> dict[str, Any]:
+    """What the checkpoint in `folder` (an iteration's) holds beside tensors; nothing unless it is a `torch_dist` one.
+
+    Raises:
+        ValueError: the file that holds it is damaged.
+    """
     from megatron.core import dist_checkpointing
 
     with damage_named(folder):
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+            return {}
         return dist_checkpointing.load_common_state_dict(str(folder))
 
 
@@ -210,16 +217,14 @@ def saved_arguments(folder: Path) -> Any:
     Raises:
         ValueError: the file that holds them is damaged.
     """
-    if not (folder / ".metadata").is_file():
-        return None
-    return _common_state(folder).get("args")
+    return common_state(folder).get("args")
 
 
 def checkpoint_layout(folder: Path) -> SavedLayout | None:
     """Read how the checkpoint in `folder` (an iteration's) was cut; None where it does not say."""
     from megatron.core import dist_checkpointing
 
-    common = _common_state(folder)
+    common = common_state(folder)
     args = common.get("args")
     if args is None:
         return None

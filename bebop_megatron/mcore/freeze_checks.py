@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from bebop_megatron.config import FreezeConfig, ObjectiveConfig
+from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.arguments import config_from_args
-from bebop_megatron.mcore.checkpoints import is_checkpoint, latest_iteration_dir
+from bebop_megatron.mcore.checkpoints import is_checkpoint, starting_dir
 
 # options of Megatron under which a part cannot be left out of a step, or a module not out of a graph
 _UNSUPPORTED = (
@@ -66,12 +67,7 @@ def schedule_change(options: FreezeConfig, args: Any) -> str | None:
     """
     if args.load is None or not is_checkpoint(args.load):
         return None
-    folder = latest_iteration_dir(args.load)
-    if not (folder / ".metadata").is_file():
-        return None
-    from megatron.core.dist_checkpointing import load_common_state_dict
-
-    common = load_common_state_dict(str(folder))
+    common = compat.common_state(starting_dir(args.load, args.ckpt_step))
     if common.get("args") is None:
         return None
     before = config_from_args(FreezeConfig, common["args"])

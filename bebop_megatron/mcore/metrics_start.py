@@ -6,7 +6,7 @@ from typing import Any
 
 from bebop_megatron.mcore import compat
 from bebop_megatron.mcore.attachment import attached
-from bebop_megatron.mcore.checkpoints import is_checkpoint, latest_iteration_dir
+from bebop_megatron.mcore.checkpoints import is_checkpoint, starting_dir
 from bebop_megatron.mcore.keep_best import KeepBest, check_keep_best
 
 
@@ -20,7 +20,7 @@ def _resumed_arguments(args: Any) -> Any:
     """The arguments saved with the checkpoint that this run goes on from; None if it starts anew."""
     if args.finetune or args.load is None or not is_checkpoint(args.load):
         return None
-    return compat.saved_arguments(latest_iteration_dir(args.load))
+    return compat.saved_arguments(starting_dir(args.load, args.ckpt_step))
 
 
 def start_metrics(config: Any, args: Any, attention: str | None) -> KeepBest | None:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 
 from bebop_megatron.mcore import compat
-from bebop_megatron.mcore.checkpoints import latest_iteration_dir
+from bebop_megatron.mcore.checkpoints import starting_dir
 
 
 def check_config(config: Any) -> None:
@@ -124,7 +124,8 @@ def _check_schedule(args: Any, checkpoint: Path, saved: compat.SavedLayout) -> N
     resumes = args.load is not None and checkpoint == Path(args.load) and not (args.finetune or args.no_load_optim)
     if not resumes or saved.schedule is None or not args.train_iters:
         return
-    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+    # upcycling takes a dense model's weights alone
+    if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler or args.moe_use_upcycling:
         return
     wrong = [
         f"{flags}: {saved.schedule[name]} there, {value} here"
@@ -148,7 +149,7 @@ def check_resuming(args: Any, checkpoint: Path | None) -> None:
     """
     if checkpoint is None:
         return
-    saved = compat.checkpoint_layout(latest_iteration_dir(checkpoint))
+    saved = compat.checkpoint_layout(starting_dir(checkpoint, args.ckpt_step))
     if saved is not None:
         _check_optimizer(args, checkpoint, saved)
         _check_vocabulary(args, checkpoint, saved)
@@ -202,5 +203,5 @@ def check_arguments(args: Any, config: Any, checkpoint: Path | None) -> None:
             check_hybrid(args.hybrid_layer_pattern, args.pipeline_model_parallel_layout)
         check_config(config)
     if checkpoint is not None:
-        check_same_model(args, compat.saved_arguments(latest_iteration_dir(checkpoint)))
+        check_same_model(args, compat.saved_arguments(starting_dir(checkpoint, args.ckpt_step)))
     check_resuming(args, checkpoint)

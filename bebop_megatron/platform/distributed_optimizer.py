@@ -6,6 +6,8 @@ import functools
 import importlib
 from typing import Any
 
+import torch
+
 from bebop_megatron.patching import Patcher
 
 
@@ -13,7 +15,8 @@ def patch_distributed_optimizer(patcher: Patcher) -> None:
     """Let a distributed optimizer resume with torch's Adam, whose state holds a step that Apex's and TE's does not.
 
     Megatron reads it before a resumed run has any state, looks for it among saved tensors, where it is not, and gives
-    every parameter one and the same step tensor, which each of them then advances.
+    every parameter one and the same step tensor, which each of them then advances. From its default format it writes
+    into fp32 parameters while autograd watches.
     """
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if optimizer.HAVE_APEX_OR_TE:
@@ -36,6 +39,7 @@ def patch_distributed_optimizer(patcher: Patcher) -> None:
     place = optimizer.DistributedOptimizer._set_main_param_and_optimizer_states
 
     @functools.wraps(place)
+    @torch.no_grad()
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         # None is skipped: the step comes with the parameter groups
         place(self, model_param, {"step": None, **tensors})

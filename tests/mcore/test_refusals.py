@@ -98,7 +98,7 @@ def test_hybrid_with_mtp_on_the_last_stage_is_not_refused():
 
 
 def arguments(monkeypatch, saved, **settings):
-    monkeypatch.setattr(refusals, "latest_iteration_dir", lambda root: root)
+    monkeypatch.setattr(refusals, "starting_dir", lambda root, step: root)
     monkeypatch.setattr(compat, "checkpoint_layout", lambda folder: saved)
     base = {
         "use_distributed_optimizer": True,
@@ -108,6 +108,8 @@ def arguments(monkeypatch, saved, **settings):
         "pipeline_model_parallel_size": 1,
         "padded_vocab_size": 128,
         "load": None,
+        "ckpt_step": None,
+        "moe_use_upcycling": False,
     }
     return argparse.Namespace(**(base | settings))
 
@@ -123,6 +125,15 @@ def test_flat_optimizer_state_is_not_cut_anew(monkeypatch, tmp_path, kind, tenso
             refusals.check_resuming(args, tmp_path)
     else:
         refusals.check_resuming(args, tmp_path)
+
+
+def test_step_that_is_asked_for_is_read_and_not_the_newest(monkeypatch, tmp_path):
+    args = argparse.Namespace(ckpt_step=3)
+    read = []
+    monkeypatch.setattr(compat, "checkpoint_layout", read.append)
+    # no file names a newest one
+    refusals.check_resuming(args, tmp_path)
+    assert read == [tmp_path / "iter_0000003"]
 
 
 def test_checkpoint_of_another_model_is_refused_with_every_flag_that_differs():
@@ -164,6 +175,7 @@ SCHEDULE = {
         ({"train_iters": 40, "override_opt_param_scheduler": True}, None),
         ({"train_iters": 40, "use_checkpoint_opt_param_scheduler": True}, None),
         ({"train_iters": 40, "no_load_optim": True}, None),
+        ({"train_iters": 40, "moe_use_upcycling": True}, None),
         # it starts from there, it does not go on from there
         ({"train_iters": 40, "load": "elsewhere"}, None),
     ],
