@@ -192,7 +192,11 @@ def _backends(report: Report, gpu: bool) -> None:
         line = Line("gloo", False, str(error), "GLOO_SOCKET_IFNAME=lo names the network interface")
     report.add(section, line, blocks=not gpu)
     there = dist.is_nccl_available()
-    line = Line("nccl", there if gpu else None, "in this torch" if there else "not in this torch")
+    line = Line(
+        "nccl",
+        there if gpu else None,
+        "in this torch" + ("" if gpu else "; needs a GPU") if there else "not in this torch",
+    )
     if gpu and not there:
         line.advice = "install a CUDA build of torch"
     report.add(section, line, blocks=gpu)
@@ -215,7 +219,9 @@ def _kernels(report: Report, gpu: bool) -> None:
         report.add(section, Line("objective, triton", False if gpu else None, str(error)))
     fused = has("fused_weight_gradient_mlp_cuda")
     advice = "" if fused else "pass --no-gradient-accumulation-fusion, or install Transformer Engine or apex"
-    report.add(section, Line("gradient accumulation fusion (apex)", fused or None, str(fused).lower(), advice))
+    report.add(
+        section, Line("gradient accumulation fusion (apex)", fused or None, "usable" if fused else "not there", advice)
+    )
 
 
 def _abilities(report: Report, gpu: bool) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -119,14 +119,14 @@ def write_json(path: str | Path, payload: dict[str, Any]) -> None:
     write_text(path, json.dumps(finite(payload), indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The object that a file holds.
+def read_json(path: str | Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """The object that a file holds; `object_hook` as for `json.loads`.
 
     Raises:
         ValueError: no JSON, or no object, with the file's name.
     """
     try:
-        payload = json.loads(Path(path).read_text())
+        payload = json.loads(Path(path).read_text(), object_hook=object_hook)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(payload, dict):

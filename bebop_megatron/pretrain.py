@@ -193,15 +193,13 @@ def main() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from bebop_megatron.mcore.arguments import add_mtp_arguments
+    from bebop_megatron.mcore.arguments import add_mtp_arguments, refusal
 
     try:
         args = parse_and_validate_args(extra_args_provider=add_mtp_arguments)
     except (AssertionError, ValueError) as error:
-        # Megatron checks most flags by assertions
-        if not str(error):
-            raise
-        sys.exit(f"error: {error}")
+        # Megatron checks most flags by assertions, some of them without words
+        sys.exit(f"error: {refusal(error)}")
     from bebop_megatron.mcore.batches import forward_step, make_dataset_provider
 
     try:

@@ -26,6 +26,7 @@ BAD = {
     "world size (1) is not divisible": ["--tensor-model-parallel-size", "2"],
     "--pretrained-checkpoint /nowhere is no Megatron checkpoint": ["--pretrained-checkpoint", "/nowhere"],
     "--load /nowhere holds no Megatron checkpoint": ["--load", "/nowhere"],
+    "args.save_interval is not None": ["--save", "runs/none"],
     "--save /proc/x cannot be written": ["--save", "/proc/x", "--save-interval", "1"],
     "drop one": ["--mtp-loss", "tv", "--mtp-freeze-schedule", "backbone", "--mtp-joint"],
 }
@@ -166,7 +167,9 @@ def test_loss_without_mtp_layers_and_checkpoint_without_mtp_weights_are_refused(
     assert "add --mtp-num-layers" in runs[0]["no layers"].output
     runs[0]["saved without layers"].succeeded()
     assert runs[0]["no weights"].returncode != 0
-    assert "has no MTP weights" in runs[0]["no weights"].output
+    output = runs[0]["no weights"].output
+    assert "has no MTP weights" in output
+    assert "bebop_megatron.convert attach" in output
 
 
 def test_termination_leaves_a_resumable_run(tmp_path):

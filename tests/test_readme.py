@@ -32,8 +32,10 @@ def commands(pattern):
     return [line.split("#")[0].strip() for line in lines if re.search(pattern, line)]
 
 
-def test_objective_table_is_the_registry():
-    assert [name for dashes, name in table("Objectives") if not dashes] == list(OBJECTIVES)
+def test_objective_tables_are_the_registry():
+    assert [name for dashes, name in table("Objectives") if not dashes] == list(OBJECTIVES), "README.md, Objectives"
+    method = (ROOT / "docs" / "method.md").read_text().split("## The losses\n", 1)[1].split("\n**", 1)[0]
+    assert re.findall(r"^\| \**`([a-z][a-z-]*)`", method, flags=re.M) == list(OBJECTIVES), "docs/method.md, The losses"
 
 
 def test_flag_table_is_our_parser():

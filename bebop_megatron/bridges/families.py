@@ -134,16 +134,23 @@ class Sizes:
         }
 
 
+class _Config(dict[str, Any]):
+    """What config.json holds; a key that is needed and not there is the folder's fault."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"config.json has no {key!r}")
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """A Hugging Face folder's config.json; its text model's part where there is a vision model too.
 
     Raises:
-        ValueError: there is none, or it is no JSON.
+        ValueError: there is none, or it is no JSON; later, where a key is read that it lacks.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    return read_json(path)
+    return read_json(path, object_hook=_Config)
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

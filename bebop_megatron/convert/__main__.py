@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--hf", type=Path, required=True, help="folder with config.json and safetensors")
     command.add_argument("--output", type=Path, required=True, help="new checkpoint folder, for --load")
     command.add_argument("--model", choices=("gpt", "hybrid"), help="default: hybrid with gated delta nets, else gpt")
-    command.add_argument("--init-mtp", choices=methods, help=make)
+    command.add_argument("--init-mtp", choices=methods, help=f"{make}; for a folder without one")
     command.add_argument("--mtp-depth", type=_depth, help="draft steps that the checkpoint's arguments ask for")
     command.add_argument("--seed", type=int, default=0, help="of a new MTP layer")
 
@@ -45,18 +45,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--load", type=Path, required=True, help="checkpoint folder; its newest checkpoint is exported"
     )
-    command.add_argument("--hf", type=Path, required=True, help="folder of the same model: config and tokenizer")
+    command.add_argument(
+        "--hf",
+        type=Path,
+        required=True,
+        help="folder of the same model: config.json, tokenizer; weights with --only-mtp",
+    )
     command.add_argument("--output", type=Path, required=True, help="new folder")
     command.add_argument("--only-mtp", action="store_true", help="only what has to be copied over --hf")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in the checkpoint")
     command.add_argument("--shard-gb", type=_size, default=5.0, help="size of a file at most, in GB")
 
     command = commands.add_parser("attach", help="give a torch_dist checkpoint without MTP layers one")
-    command.add_argument("--load", type=Path, required=True)
-    command.add_argument("--output", type=Path, required=True)
+    command.add_argument("--load", type=Path, required=True, help="checkpoint folder; its newest checkpoint is read")
+    command.add_argument("--output", type=Path, required=True, help="new checkpoint folder")
     command.add_argument("--init-mtp", choices=methods, default="last-layer", help=make)
-    command.add_argument("--mtp-depth", type=_depth, default=1)
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--mtp-depth", type=_depth, default=1, help="draft steps that the checkpoint's arguments ask for"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of a new MTP layer")
 
     command = commands.add_parser("inspect", help="what a checkpoint of either kind holds")
     command.add_argument("path", type=Path)

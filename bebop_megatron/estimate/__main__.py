@@ -80,7 +80,8 @@ def _show(found: Any, every: bool) -> None:
             table.add_row(str(stage.stage), *(f"{value:.2f}" for value in values))
         console.print(table)
     console.print(
-        "Parameters are counted; gradients and optimizer follow from them; activations of backbone and head are rough. "
+        "activations: of the backbone; head: of the draft steps, both rough. logits: of the language-model loss; "
+        "objective: the peak of --mtp-loss. Parameters are counted; gradients and optimizer follow from them. "
         "CUDA's context, NCCL's buffers and fragmentation come on top: keep 8 GiB or more.",
         highlight=False,
     )

@@ -124,7 +124,8 @@ def readings(rows: Sequence[EvaluationRow]) -> list[str]:
                 f"before {second.loss}: {_verdict(gap, stderr)}."
             )
             pair = {row.loss: row for row in of_rule}
-            if {"tv", "ce"} <= pair.keys():
+            # said already where these two are the best
+            if {"tv", "ce"} <= pair.keys() and {"tv", "ce"} != {first.loss, second.loss}:
                 gap, stderr = difference(pair["tv"], pair["ce"])
                 out.append(f"{rule}{where}: tv - ce = {percent(gap, stderr)} points: {_verdict(gap, stderr)}.")
     return out

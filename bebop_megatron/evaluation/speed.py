@@ -106,7 +106,7 @@ def verdicts(found: Sequence[Speed]) -> list[str]:
         best = max(mine, key=lambda speed: speed.speedup)
         where = f"{label}, {rule}, batch size {best.batch_size}"
         numbers = (
-            f"gamma {best.gamma} gives {best.tokens_per_second:.0f} tokens/s against "
+            f"gamma {best.gamma}, gives {best.tokens_per_second:.0f} tokens/s against "
             f"{best.baseline_tokens_per_second:.0f} without drafts ({best.speedup:.2f}x, {len(best.ratios)} rounds "
             f"from {min(best.ratios):.2f} to {max(best.ratios):.2f}), with an accept length of "
             f"{best.accept_length.value:.2f} where {best.break_even_length:.2f} breaks even"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import traceback
 from typing import Any
 
 from bebop_megatron.config import AttentionConfig, FreezeConfig, MetricsConfig, ObjectiveConfig
@@ -14,6 +15,18 @@ _CONFIGS = (ObjectiveConfig, AttentionConfig, FreezeConfig, MetricsConfig)
 
 def _destination(config: type, field: dataclasses.Field[Any]) -> str:
     return field.metadata["flag"].lstrip("-").replace("-", "_")
+
+
+def refusal(error: Exception) -> str:
+    """What Megatron's checks of its flags say; of an assertion without words, the condition that does not hold."""
+    if str(error):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    condition = (place.line or "").removeprefix("assert ")
+    return (
+        f"Megatron's check of the flags fails: {condition} ({place.filename}, line {place.lineno}; "
+        "args.some_name is the flag --some-name)"
+    )
 
 
 def _repair_help(parser: argparse.ArgumentParser) -> None:

@@ -171,6 +171,6 @@ def require_mtp_weights(root: str | Path) -> None:
     """
     if not has_mtp_weights(root):
         raise ValueError(
-            f"the checkpoint {root} has no MTP weights (no tensor is named mtp.*). Train it with --mtp-num-layers, "
-            "or start without --mtp-freeze-schedule to train a head from scratch"
+            f"the checkpoint {root} has no MTP weights (no tensor is named mtp.*). Give it some by python -m "
+            "bebop_megatron.convert attach, or start without --mtp-freeze-schedule to train a head from scratch"
         )

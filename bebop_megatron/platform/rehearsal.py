@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,11 +81,6 @@ def _command_line(arguments: Sequence[str], world_size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _words(error: Exception) -> str:
-    """What an error says; of an assertion without words, the assertion."""
-    return str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
-
-
 def _only_known_flags(arguments: Sequence[str]) -> None:
     """Megatron's parser with ours, on the command line as it is: a wrong flag or value ends here.
 
@@ -113,7 +107,7 @@ def _parse(arguments: Sequence[str], world_size: int) -> Any:
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_args, unset_global_variables
 
-    from bebop_megatron.mcore.arguments import add_mtp_arguments
+    from bebop_megatron.mcore.arguments import add_mtp_arguments, refusal
 
     _only_known_flags(arguments)
     with _command_line(stand_in(arguments), world_size):
@@ -124,7 +118,7 @@ def _parse(arguments: Sequence[str], world_size: int) -> Any:
             args = parse_args(add_mtp_arguments)
             validate_args(args)
         except (AssertionError, ValueError, RuntimeError) as error:
-            raise Unknown(_words(error)) from error
+            raise Unknown(refusal(error)) from error
         finally:
             patcher.restore()
     unset_global_variables()
@@ -163,6 +157,7 @@ class Rehearsal:
         from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
         from bebop_megatron.mcore import install
+        from bebop_megatron.mcore.arguments import refusal
         from bebop_megatron.mcore.batches import prepare_packed_arguments
         from bebop_megatron.mcore.flags import Flags
 
@@ -175,7 +170,7 @@ class Rehearsal:
             config = hybrid_config_from_args(args) if args.hybrid_layer_pattern else gpt_config_from_args(args)
             flags.apply(args, config, args.vocab_size, None)
         except (AssertionError, ValueError) as error:
-            raise Unknown(_words(error)) from error
+            raise Unknown(refusal(error)) from error
         return config
 
     @contextlib.contextmanager

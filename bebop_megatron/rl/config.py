@@ -28,7 +28,10 @@ class RLConfig:
 
     load: str = flag("--load", "Megatron torch_dist checkpoint to start from.", "", type=str, metavar="DIR")
     task: str = flag(
-        "--task", "Task, with its options: `arithmetic:difficulty=2`. See bebop_megatron/rl/tasks.", "", type=str
+        "--task",
+        "Task, with its options: `arithmetic:difficulty=2`; one of your own: `module/Class:option=value` (docs/rl.md).",
+        "",
+        type=str,
     )
     output: str = flag(
         "--output", "Folder for steps.jsonl, trace.jsonl, rollouts and checkpoints.", "", type=str, metavar="DIR"

@@ -147,6 +147,7 @@ def _cut(path: Path) -> None:
         ("latest_checkpointed_iteration.txt", lambda path: path.write_text(""), "should hold a number or release"),
         ("hf/model.safetensors", lambda path: _flip(path, 20), "its header is no JSON"),
         ("hf/config.json", lambda path: path.write_text("{"), "config.json is no JSON"),
+        ("hf/config.json", lambda path: path.write_text('{"model_type": "qwen3"}'), "has no 'num_hidden_layers'"),
     ],
 )
 def test_damaged_files_are_named(folders, tmp_path, name, damage, message):

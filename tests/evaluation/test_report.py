@@ -183,10 +183,9 @@ def test_reading_does_not_judge_without_errors_or_company():
         make_row("tv", rate=0.9),
         make_row("kl", "target-only"),
     ]
-    first, second, third = readings(rows)
-    assert first.endswith("without a standard error this cannot be judged.")
-    assert "tv - ce = 60.0 points" in second
-    assert third == "target-only: only kl was measured; nothing to compare."
+    first, second = readings(rows)
+    assert "60.0 points before ce: without a standard error this cannot be judged." in first
+    assert second == "target-only: only kl was measured; nothing to compare."
 
 
 def test_reading_never_compares_across_settings():

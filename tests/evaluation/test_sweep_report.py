@@ -152,7 +152,7 @@ def test_speed_is_compared_round_by_round():
     assert best.break_even_length == pytest.approx(best.accept_length.value / 2)
     assert break_even_gamma(found) == 2
     (sentence, _) = verdicts(found)
-    assert sentence.startswith("tv, rejection, batch size 8: speculation pays. The fastest, gamma 2 gives")
+    assert sentence.startswith("tv, rejection, batch size 8: speculation pays. The fastest, gamma 2, gives")
     assert sentence.endswith("The break-even gamma is above 2, the largest measured.")
 
 
@@ -163,7 +163,7 @@ def test_the_verdict_is_plain_where_speculation_does_not_pay_and_silent_where_ru
         assert (
             "speculation does not pay. At this batch size decoding without drafts is faster than with any" in sentence
         )
-        assert "the least bad, gamma 1 gives" in sentence
+        assert "the least bad, gamma 1, gives" in sentence
     unclear = speeds(timed(lambda gamma, index: 1 if gamma == 0 else (0.8, 1.3)[index]))
     assert all("these runs do not tell whether speculation pays" in sentence for sentence in verdicts(unclear))
     small = speeds(timed(lambda gamma, index: (1, 1.2, 0.9)[gamma]))
