@@ -42,7 +42,7 @@ def patch_distributed_optimizer(patcher: Patcher) -> None:
     @torch.no_grad()
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         # None is skipped: the step comes with the parameter groups
-        place(self, model_param, {"step": None, **tensors})
+        place(self, model_param, {**tensors, "step": None})
 
     load = optimizer.DistributedOptimizer.load_state_dict
 
