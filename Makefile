@@ -25,7 +25,7 @@ $(READY): pyproject.toml .ci/constraints.txt
 demo: $(READY) ## Train, adapt and judge MTP heads on two CPU cores (about five minutes): runs/demo/
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart_cpu.sh
 
-test: $(READY) ## Run the whole test suite
+test: $(READY) ## Run the whole test suite (eight minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY) ## Run the tests that need neither several processes nor half a minute
@@ -50,7 +50,7 @@ nemo-check: .venv-nemo/.ready ## Train through NeMo 2.7.3 on a CPU and compare w
 	.venv-nemo/bin/python -m pip install --quiet --progress-bar off --no-deps nemo_toolkit==2.7.3 -e .
 	@touch $@
 
-check: $(READY) ## Lint, formatting and types
+check: $(READY) ## Lint, formatting and types (a quarter of a minute)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
