@@ -70,7 +70,7 @@ study-freeze: $(READY) ## One-off, alternating, joint: four ways to spend the sa
 study: $(READY) ## Compare the objectives on two domains: runs/study/ (about an hour; it resumes)
 	$(BIN)/python -m benchmarks.study
 
-study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (minutes)
+study-quick: $(READY) ## The same, small and fast, into runs/study-quick/ (two minutes)
 	$(BIN)/python -m benchmarks.study --quick
 
 rl-study: $(READY) ## Reinforcement learning with and without drafts, six arms: runs/rl_study/ (45 minutes; it resumes)
