@@ -197,7 +197,7 @@ class SavedLayout:
     schedule: dict[str, Any] | None = None
 
 
-def common_state(folder: Path) -> dict[str, Any]:
+def read_common_state(folder: Path) -> dict[str, Any]:
     """What the checkpoint in `folder` (an iteration's) holds beside tensors; nothing unless it is a `torch_dist` one.
 
     Raises:
@@ -217,14 +217,14 @@ def saved_arguments(folder: Path) -> Any:
     Raises:
         ValueError: the file that holds them is damaged.
     """
-    return common_state(folder).get("args")
+    return read_common_state(folder).get("args")
 
 
 def checkpoint_layout(folder: Path) -> SavedLayout | None:
     """Read how the checkpoint in `folder` (an iteration's) was cut; None where it does not say."""
     from megatron.core import dist_checkpointing
 
-    common = common_state(folder)
+    common = read_common_state(folder)
     args = common.get("args")
     if args is None:
         return None

@@ -67,7 +67,7 @@ def schedule_change(options: FreezeConfig, args: Any) -> str | None:
     """
     if args.load is None or not is_checkpoint(args.load):
         return None
-    common = compat.common_state(starting_dir(args.load, args.ckpt_step))
+    common = compat.read_common_state(starting_dir(args.load, args.ckpt_step))
     if common.get("args") is None:
         return None
     before = config_from_args(FreezeConfig, common["args"])
